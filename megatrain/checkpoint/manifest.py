@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from megatrain.errors import DamagedCheckpoint
 from megatrain.memory.checksum import checksum
 from megatrain.plan import available_threads
-from megatrain.system.paths import lies_within, parsed_json, read_bytes
+from megatrain.system.paths import lies_within, parsed_json
 
 # The checksum is the disk tier's (`memory.checksum`): 64 bits, certain to detect any change inside one word, and at
 # memory bandwidth, which matters since it is computed during training (measured: 15 GB/s per core, against 1.6 for
@@ -150,7 +150,7 @@ Check = Callable[[Path], list[str]]
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint. Raises `DamagedCheckpoint` if it is missing or changed."""
     try:
-        raw = read_bytes(folder / MANIFEST)
+        raw = (folder / MANIFEST).read_bytes()
     except FileNotFoundError as error:
         raise _damaged(folder, "is missing: the folder is unfinished, or not a checkpoint") from error
     except OSError as error:

@@ -27,10 +27,6 @@ from megatrain.system.paths import missing, read_text, shown, usable_path, writt
 # Duplicate keys are errors.
 
 
-MOST_VALUES = 1_000_000
-"""Most values in a file, with aliases expanded."""
-
-
 class _Yaml(yaml.SafeLoader):
     """Safe YAML whose floats need no dot (`3e-4`), as in YAML 1.2."""
 
@@ -82,7 +78,6 @@ def parse(text: str, where: str, places: dict[str, str]) -> Any:
             root = loader.get_single_node()
             if root is None:
                 return None
-            _refuse_growth(root, where)
             _note_places(root, "", where, places)
             return loader.construct_document(root)
     except yaml.MarkedYAMLError as error:
@@ -94,23 +89,6 @@ def parse(text: str, where: str, places: dict[str, str]) -> Any:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason, place = str(error).splitlines()[0], where.replace(":{line}", "")
         raise ConfigError(f"malformed YAML ({reason})", where=place, fix="correct it") from None
-
-
-def _refuse_growth(root: yaml.Node, where: str) -> None:
-    """Raise `ConfigError` for nested aliases that expand to more than `MOST_VALUES` values ("billion laughs")."""
-    sizes: dict[int, int] = {}
-
-    def size(node: yaml.Node) -> int:
-        if id(node) not in sizes:
-            sizes[id(node)] = 1  # provisional, which ends the recursion in cycles; those are refused elsewhere
-            inside = node.value if isinstance(node, yaml.CollectionNode) else []
-            parts = [part for each in inside for part in (each if isinstance(each, tuple) else (each,))]
-            sizes[id(node)] = 1 + sum(size(part) for part in parts)
-        return sizes[id(node)]
-
-    if (values := size(root)) > MOST_VALUES:
-        place = where.replace(":{line}", "")
-        raise ConfigError(f"expands to {values:,} values through aliases", where=place, fix="write the values out")
 
 
 def _note_places(node: yaml.Node, prefix: str, where: str, places: dict[str, str]) -> None:

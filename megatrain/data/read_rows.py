@@ -49,7 +49,6 @@ from megatrain.system.paths import (
     missing,
     nearest_path,
     read_json,
-    refuse_unreadable_in,
     usable_path,
 )
 
@@ -481,8 +480,6 @@ def _downloaded(library: ModuleType, name: str, subset: str | None, folder: str 
 
 
 def _saved(library: ModuleType, path: Path, split: str) -> Any:
-    for folder in (path, *filter(Path.is_dir, path.iterdir())):  # a saved dict has a folder per split
-        refuse_unreadable_in(folder)
     saved = library.load_from_disk(str(path))
     return saved[split] if isinstance(saved, dict) else saved
 

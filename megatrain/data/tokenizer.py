@@ -27,7 +27,7 @@ import numpy.typing as npt
 from megatrain.data.token_files import TokenArray
 from megatrain.errors import DataError, SampleError, first_line
 from megatrain.system import hub_client
-from megatrain.system.paths import may_be_hub_name, missing, refuse_unreadable_in, usable_path
+from megatrain.system.paths import may_be_hub_name, missing, usable_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,11 +49,6 @@ def load_tokenizer(name: str) -> Tokenizer:
     if name == "bytes":
         return _byte_tokenizer()
     if (folder := _local_folder(name)) is not None:
-        try:
-            refuse_unreadable_in(folder)
-        except OSError as error:
-            fix = "name a complete folder"
-            raise DataError(error.strerror or str(error), where=str(error.filename), fix=fix) from error
         return _from_pretrained(str(folder), local=True)
     try:
         return _from_pretrained(name, local=True)

@@ -9,8 +9,6 @@ config's model for everyone who builds or loads it.
 from __future__ import annotations
 
 import inspect
-import re
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
@@ -54,21 +52,6 @@ COMMON_FIELDS = (
 SOURCES = "give a local Hugging Face folder, a hub name, or a config with a causal-LM model_type"
 """The fix for a model that cannot be found."""
 
-COUNT_OF_LAYERS = re.compile(r"(\w+_)?layers|(n|num)_layer")
-"""Fields that count layers. Others speak of layers too: `vocab_size_per_layer_input` is a vocabulary's size."""
-
-SIZE = re.compile(r"\w+_size(_per_layer\w*)?")
-"""Fields for widths and vocabularies."""
-
-MOST_LAYERS = 100_000
-"""Upper limit on layers. Building so many takes minutes; no real model has a hundredth of it."""
-
-MOST_SIZE = 10**8
-"""Upper limit on hidden sizes and vocabularies. The product of two still fits a machine word."""
-
-SECONDS = 120.0
-"""Time limit for building the structure of a config. The largest known ones take a tenth of it."""
-
 TRUST = "set trust_remote_code=true if you have read its code and trust it"
 
 
@@ -89,16 +72,13 @@ def read_config(
     with plain_errors(where):
         if isinstance(source, Mapping):
             fields = dict(source)
-            _refuse_endless(fields, where)
             kind = _known_kind(fields.pop("model_type", None), where)
             _refuse_unknown_fields(kind, fields, where)
             return AutoConfig.for_model(kind, **fields)
         name = located(source, where=where, revision=revision)
         stated = _fields_at(name, where, revision)
-        if stated is not None:
-            _refuse_endless(stated, where)
-            if "auto_map" not in stated:  # otherwise its own code defines the type
-                _known_kind(stated.get("model_type"), where)
+        if stated is not None and "auto_map" not in stated:  # otherwise its own code defines the type
+            _known_kind(stated.get("model_type"), where)
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             name,
             local_files_only=is_local(name),
@@ -106,32 +86,6 @@ def read_config(
             revision=revision or "main",
         )
         return config
-
-
-class OutOfTime(Exception):
-    """A model took longer to build than `SECONDS`."""
-
-
-class Deadline:
-    """A limit of `SECONDS` on the processor time of this thread from now on, so that a busy machine does not count."""
-
-    def __init__(self) -> None:
-        self._until = time.thread_time() + SECONDS
-
-    def check(self) -> None:
-        """Raise `OutOfTime` if the time is used up."""
-        if time.thread_time() >= self._until:
-            raise OutOfTime(f"not finished after {SECONDS:g} seconds of CPU time")
-
-
-@contextmanager
-def ended(where: str) -> Iterator[None]:
-    """Turn an exceeded time limit into a `ModelError`."""
-    try:
-        yield
-    except OutOfTime as error:
-        what = f"its config describes a model that cannot be built ({error})"
-        raise ModelError(what, where=where, fix="correct its sizes") from error
 
 
 def _fields_at(name: str, where: str, revision: str | None) -> dict[str, Any] | None:
@@ -164,17 +118,6 @@ def _known_kind(kind: object, where: str) -> str:
     near = get_close_matches(str(kind).lower(), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3)
     fix = f"did you mean {' or '.join(near)}?" if near else "a newer transformers may know it"
     raise ModelError(f"transformers knows no model_type {str(kind)[:80]!r}", where=where, fix=fix)
-
-
-def _refuse_endless(fields: Mapping[str, Any], where: str) -> None:
-    """Raise `ModelError` for a layer count or size that can only be a mistake, before building it."""
-    for name, value in fields.items():
-        if isinstance(value, Mapping):
-            _refuse_endless(value, where)
-        elif COUNT_OF_LAYERS.fullmatch(str(name)) and isinstance(value, int) and value > MOST_LAYERS:
-            raise ModelError(f"{value:,} for {name}", where=where, fix=f"give {MOST_LAYERS:,} at most")
-        elif SIZE.fullmatch(str(name)) and isinstance(value, int) and value > MOST_SIZE:
-            raise ModelError(f"{value:,} for {name}", where=where, fix=f"give {MOST_SIZE:,} at most")
 
 
 POSITIONS = "max_position_embeddings"

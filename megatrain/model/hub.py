@@ -35,8 +35,6 @@ from megatrain.system import hub_client
 from megatrain.system.paths import (
     read_json,
     refuse_impossible_model,
-    refuse_special,
-    refuse_unreadable_in,
     shown,
     usable_path,
 )
@@ -87,23 +85,14 @@ def is_local(source: str | Path) -> bool:
 def located(source: str | Path, *, where: str, revision: str | None = None) -> str:
     """What to pass to transformers for `source`: an existing path with `~` expanded, or a hub name.
 
-    Raises `ModelError` for a path that does not exist, a folder without a model or with files that never end
-    (pipes), and a hub name that neither cache nor hub has. A path is anything that cannot be a hub name (`./a`,
-    `a/b/c`, `a.json`), and `a/b` if a folder `a` exists.
+    Raises `ModelError` for a path that does not exist, a folder without a model, and a hub name that neither cache nor
+    hub has. A path is anything that cannot be a hub name (`./a`, `a/b/c`, `a.json`), and `a/b` if a folder `a` exists.
     """
     path, text = usable_path(source, where="model", error=ModelError), str(source)
     if not path.exists():
         refuse_impossible_model(text, where)
         hub_client.refuse_absent_model(text, where, revision, known_models())
         return text
-    try:
-        refuse_special(path)
-        if path.is_dir():
-            refuse_unreadable_in(path)
-    except OSError as error:
-        file = f"its file {Path(error.filename).name} is" if path.is_dir() else "is"
-        what = f"{file} {error.strerror}"
-        raise ModelError(what, where=where, fix="give the folder of a Hugging Face model") from error
     if path.is_dir():
         _refuse_shards(path, where)
         if not (path / "config.json").exists():

@@ -30,7 +30,6 @@ from transformers.utils.import_utils import (
 )
 
 from megatrain.errors import ModelError
-from megatrain.model import architecture
 from megatrain.model.architecture import auto_class, model_class_of, plain_errors, refuse_other_configs
 from megatrain.model.dequantize import drop_quantization
 from megatrain.model.weight_sources import quiet
@@ -74,16 +73,12 @@ def outline(
     """
     outlined: dict[int, nn.Parameter] = {}  # by storage
 
-    deadline = None if trust_remote_code else architecture.Deadline()
-
     def registered(parameter: nn.Parameter) -> nn.Parameter:
-        if deadline is not None:
-            deadline.check()
         stripped = as_meta(parameter)
         outlined.setdefault(storage_of(stripped), stripped)
         return stripped
 
-    with architecture.ended(where_of(config)), _Outline():  # type: ignore[no-untyped-call]
+    with _Outline():  # type: ignore[no-untyped-call]
         model = build(config, registered, seed=0, attention=attention, trust_remote_code=trust_remote_code)
     for name, buffer in model.named_buffers():
         if buffer.is_meta:

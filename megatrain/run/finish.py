@@ -21,7 +21,7 @@ from megatrain.formatting import at_least, at_most, counted
 from megatrain.model import load_trained
 from megatrain.run.existing_run import CONFIG, METRICS
 from megatrain.spec import Precision
-from megatrain.system.paths import parsed_json, refuse_special
+from megatrain.system.paths import parsed_json
 from megatrain.train.checkpoints import found_by_first
 from megatrain.train.engine import Engine
 from megatrain.train.parity import adds_for_routers, stock_loss
@@ -92,14 +92,12 @@ def _losses(config: Config, steps: int) -> dict[str, str]:
     A step that a rollback undid has been made once more since, or is later than `steps`, so its last line counts.
     """
     trained, measured = dict[int, float](), dict[int, float]()
-    with suppress(OSError):
-        refuse_special(config.folder / METRICS)
-        with (config.folder / METRICS).open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                with suppress(ValueError, KeyError, TypeError):  # torn, another event, or a loss that was not finite
-                    told = parsed_json(line)
-                    if told["step"] <= steps:
-                        {"stepped": trained, "evaluated": measured}[told["event"]][told["step"]] = float(told["loss"])
+    with suppress(OSError), (config.folder / METRICS).open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            with suppress(ValueError, KeyError, TypeError):  # torn, another event, or a loss that was not finite
+                told = parsed_json(line)
+                if told["step"] <= steps:
+                    {"stepped": trained, "evaluated": measured}[told["event"]][told["step"]] = float(told["loss"])
     last = [trained[step] for step in sorted(trained)[-LAST:]]
     facts = {}
     if last:

@@ -1,8 +1,8 @@
 """Check paths given by the user, and read and write small files, with one error message for each kind of mistake.
 
 `usable_path` converts a string to a path, for configuration keys, command-line arguments and data sources; `exists`,
-`is_file` and the like do not raise for it. `read_bytes`, `read_text` and `read_json` read small files: a pipe or
-device, which may never end, is an `OSError`, and JSON nested too deeply is a `ValueError` like other malformed JSON.
+`is_file` and the like do not raise for it. `read_text` and `read_json` read small files; JSON nested too deeply is a
+`ValueError` like other malformed JSON.
 `written_whole` writes a file atomically, without syncing it to disk; `written_or_refused` with a typed error. For
 folders see `system.atomic`.
 """
@@ -10,7 +10,6 @@ folders see `system.atomic`.
 from __future__ import annotations
 
 import difflib
-import errno
 import fcntl
 import json
 import os
@@ -22,14 +21,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatrain.errors import ConfigError, MegaTrainError, ModelError
-
-LARGEST_NBYTES = 1 << 30
-"""Largest file that is read as a whole. The largest tokenizers have 40 MB, the manifest of a checkpoint with 10**12
-parameters 50 MB."""
-
-READ_WHOLE = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
-MAPPED = (".safetensors", ".bin", ".pt", ".pth", ".arrow", ".parquet")
-"""Suffixes of files that libraries read in a model, tokenizer or data set folder."""
 
 HUB_NAME = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?")
 """What a name on the Hugging Face hub looks like."""
@@ -66,21 +57,22 @@ def usable_path(
         raise error(f"is a {type(named).__name__}, not a path", where=where, fix=fix)
     text = os.fspath(named)
     place = ": ".join(part for part in (where, shown(text)) if part)
-    if what := _not_a_path(text):
-        raise error(what, where=place, fix="name a file or a folder")
+    if not text:
+        raise error("is empty", where=place, fix="name a file or a folder")
     path = Path(os.path.expanduser(text))
     if text.startswith("~") and str(path).startswith("~"):
         what = f"the home folder {shown(text.split(os.sep)[0])} is unknown"
         raise error(what, where=place, fix="give the full path, or write ./~... for a name that begins with ~")
-    if not path.is_absolute() and (problem := _no_working_directory()):
-        raise error(f"the working directory is gone ({problem})", where=place, fix="change to one that exists")
     mode: int | None = None
     try:
         mode = _mode(path)
     except (FileNotFoundError, NotADirectoryError):
         pass
     except OSError as problem:
-        raise error(_unreachable(path, problem), where=place, fix="fix that, or name another path") from problem
+        what = f"cannot be reached ({problem.strerror or problem})"
+        raise error(what, where=place, fix="fix that, or name another path") from problem
+    except ValueError as problem:  # a zero byte, or a lone surrogate
+        raise error(f"cannot be a path ({problem})", where=place, fix="name a file or a folder") from problem
     if mode is not None and to_write == "folder" and not stat.S_ISDIR(mode):
         raise error(f"is {_kind(mode)}, not a folder", where=place, fix="name another folder")
     if mode is not None and to_write == "file" and not stat.S_ISREG(mode):
@@ -90,49 +82,12 @@ def usable_path(
     return path
 
 
-def _not_a_path(text: str) -> str:
-    """Why a string cannot be a path on any system; "" if it can."""
-    if not text:
-        return "is empty"
-    if "\0" in text:
-        return "contains a zero byte, which paths cannot"
-    try:
-        os.fsencode(text)
-    except UnicodeEncodeError:
-        return "contains a lone surrogate, which paths cannot"
-    return ""
-
-
 def _mode(path: Path) -> int:
     """Mode of the file at a path, from `os.stat`. Raises `OSError`, also for a folder that may not be entered."""
     mode = os.stat(path).st_mode
     if stat.S_ISDIR(mode):
         os.stat(os.path.join(path, os.curdir))
     return mode
-
-
-def _no_working_directory() -> str:
-    try:
-        os.getcwd()
-    except OSError as problem:
-        return problem.strerror or str(problem)
-    return ""
-
-
-def _unreachable(path: Path, problem: OSError) -> str:
-    if problem.errno == errno.ENAMETOOLONG:
-        return "is longer than the file system allows"
-    if problem.errno == errno.ELOOP:
-        return "leads through circular links"
-    if problem.errno in (errno.EACCES, errno.EPERM):
-        for folder in [*reversed(Path(os.path.abspath(path)).parents), path]:
-            try:
-                os.stat(os.path.join(folder, os.curdir))
-            except PermissionError:
-                return f"{shown(str(folder))} may not be entered"
-            except OSError:
-                break
-    return f"cannot be reached ({problem.strerror or problem})"
 
 
 def _obstacle(path: Path) -> Path | None:
@@ -227,27 +182,15 @@ def lies_within(path: Path, folder: Path) -> bool:
     return Path(os.path.realpath(path.parent)).is_relative_to(os.path.realpath(folder))
 
 
-def read_bytes(path: str | Path) -> bytes:
-    """Content of a file. Raises `OSError`, also for anything but a regular file and above `LARGEST_NBYTES`."""
-    status = os.stat(path)
-    if stat.S_ISDIR(status.st_mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    refuse_special(path)
-    if status.st_size > LARGEST_NBYTES:
-        raise OSError(errno.EFBIG, f"larger than {LARGEST_NBYTES >> 30} GiB", str(path))
-    with open(path, "rb") as file:
-        return file.read()  # not `st_size` bytes, which are 0 for files of /proc
-
-
 def read_text(path: str | Path, encoding: str = "utf-8", errors: str = "strict") -> str:
-    """Content of a text file, with line ends as `\\n`. Raises as `read_bytes`, and `UnicodeDecodeError`."""
-    text = read_bytes(path).decode(encoding, errors)
+    """Content of a text file, with line ends as `\\n`. Raises `OSError` and `UnicodeDecodeError`."""
+    text = Path(path).read_bytes().decode(encoding, errors)
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def read_json(path: str | Path) -> Any:
-    """The value in a JSON file. Raises as `read_bytes`, and `ValueError` for malformed or too deeply nested JSON."""
-    return parsed_json(read_bytes(path))
+    """The value in a JSON file. Raises `OSError`, and `ValueError` for malformed or too deeply nested JSON."""
+    return parsed_json(Path(path).read_bytes())
 
 
 def parsed_json(text: str | bytes) -> Any:
@@ -256,27 +199,6 @@ def parsed_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
-
-
-def refuse_special(path: str | Path) -> None:
-    """Raise `OSError` for a pipe, device or socket, which could block forever when opened or read."""
-    mode = os.stat(path).st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise OSError(errno.EINVAL, f"{_kind(mode)}, not a file", str(path))
-
-
-def refuse_unreadable_in(folder: Path) -> None:
-    """Raise `OSError` if a file in `folder` that libraries would read is a pipe or device, or too large.
-
-    Tensor and table files are memory-mapped and may have any size. Broken links are ignored here.
-    """
-    for entry in sorted(folder.iterdir()):
-        if entry.suffix not in (*READ_WHOLE, *MAPPED):
-            continue
-        with suppress(FileNotFoundError):
-            refuse_special(entry)
-            if entry.suffix in READ_WHOLE and entry.stat().st_size > LARGEST_NBYTES:
-                raise OSError(errno.EFBIG, f"larger than {LARGEST_NBYTES >> 30} GiB", str(entry))
 
 
 @contextmanager

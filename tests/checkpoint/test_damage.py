@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -207,19 +206,6 @@ def test_foreign_weights_are_detected_and_other_extra_files_ignored(checkpoint: 
 def test_invalid_and_newer_manifests_have_clear_errors(text: str, said: str, checkpoint: Path) -> None:
     (checkpoint / "manifest.json").write_text(text)
     assert [str(damage) for damage in quick_check(checkpoint)] == [f"manifest.json {said}"]
-
-
-@pytest.mark.parametrize("target", ["", "/dev/zero"])
-def test_an_endless_file_is_detected_without_reading_it(target: str, checkpoint: Path) -> None:
-    """A pipe, or a link to a device."""
-    for path in files_of(checkpoint):
-        path.rename(checkpoint.parent / "kept")
-        path.symlink_to(target) if target else os.mkfifo(path)
-        for check in (quick_check, full_check):
-            (damage,) = check(checkpoint)
-            what = "cannot be read (a " if path.name == "manifest.json" else "is missing"
-            assert damage.startswith(f"{path.relative_to(checkpoint).as_posix()} {what}")
-        (checkpoint.parent / "kept").replace(path)
 
 
 def test_a_manifest_with_paths_outside_its_folder_is_refused(checkpoint: Path) -> None:

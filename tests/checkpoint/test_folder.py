@@ -28,7 +28,6 @@ from megatrain.checkpoint import (
 )
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.system.atomic import put_all_right
-from tests.bad_paths import ENDLESS, endless_file
 from tests.saved import bits, expected, loaded, ported, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process.*is multi-threaded, use of fork:DeprecationWarning")
@@ -87,20 +86,6 @@ def test_damaged_and_unfinished_checkpoints_are_skipped_with_a_message(
     quickly = newest_sound(tmp_path, quick_check)
     assert quickly.checkpoint is not None
     assert quickly.checkpoint.step == 3, "nothing was read"
-
-
-@pytest.mark.parametrize("manifest", ENDLESS)
-def test_an_endless_manifest_is_skipped(manifest: str, planned: PlannedCheckpoint, tmp_path: Path) -> None:
-    for step in (1, 2):
-        save(tmp_path, step, planned=planned)
-    path = tmp_path / "step-00000002" / "manifest.json"
-    path.unlink()
-    endless_file(manifest, path)
-    found = newest_sound(tmp_path)
-    assert found.checkpoint is not None
-    assert found.checkpoint.step == 1
-    assert len(found.skipped) == 1
-    assert prune(tmp_path, Retention(1)) == []
 
 
 def test_no_valid_checkpoint_yields_none(planned: PlannedCheckpoint, tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from megatrain.errors import ConfigError, DoesNotFit, MegaTrainError, ModelError
 from megatrain.plan import Question, find_plan, machine, measured_models, save_hardware
 from megatrain.spec import Limits
 from megatrain.spec.limits import parse_nbytes
-from tests.bad_paths import ENDLESS, endless_file
 from tests.model.test_architecture import SILENT
 from tests.tiny import FAMILIES, tiny_model
 
@@ -498,14 +497,6 @@ def test_output_ends_with_the_next_command(kind: str, config: str, saved: str) -
     command = f"megatrain init config.yaml --model {name} --data FILE --sequence-length 512{fresh}"
     keys = "train.global_batch_size=8 train.max_grad_norm=null memory.host=64GB"
     assert told.splitlines()[-1] == f"next: {command}, then megatrain train config.yaml {keys}"
-
-
-@pytest.mark.parametrize("kind", ENDLESS)
-def test_an_endless_file_is_not_a_model(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    endless_file(kind, path)
-    with pytest.raises(ModelError, match=r"cannot be read|not a file"):
-        shown(str(path))
 
 
 def test_sequences_longer_than_the_model_supports_are_refused(config: str) -> None:

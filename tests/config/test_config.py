@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import fields
@@ -44,12 +43,6 @@ train:
   learning_rate: 3e-4
 output: {folder: runs/test}
 """
-
-
-BILLION = "a0: &a0 {k: x}\n" + "".join(
-    f"a{n}: &a{n} {{{', '.join(f'k{k}: *a{n - 1}' for k in range(10))}}}\n" for n in range(1, 10)
-)
-"""Nine lines, each ten times the one before."""
 
 
 def load(tmp_path: Path, text: str = MINIMAL, *overrides: str) -> Config:
@@ -231,7 +224,6 @@ def test_a_saved_config_round_trips(
         (MINIMAL + "a: \x00", (), "run.yaml: malformed YAML"),
         (MINIMAL + "a: 2026-99-99", (), "run.yaml: malformed YAML"),
         (MINIMAL + "a: &x {b: *x}", (), "run.yaml: malformed YAML"),
-        (MINIMAL + BILLION, (), "through aliases; write the values out"),
         (MINIMAL + "a: " + "[" * 2000, (), "run.yaml: malformed YAML"),
         (MINIMAL + "train: {steps: 3}\n", (), "run.yaml:10: key train is given twice"),
         (MINIMAL.replace("steps: 10", "steps: 10\n  steps: 11"), (), "run.yaml:8: key train.steps is given twice"),
@@ -296,7 +288,7 @@ def test_a_file_in_place_of_the_checkpoint_folder_is_refused(tmp_path: Path) -> 
         _ = config.checkpoints
     (tmp_path / "checkpoints").unlink()
     (tmp_path / "checkpoints").symlink_to(tmp_path / "checkpoints")
-    with pytest.raises(ConfigError, match="checkpoints: leads through circular links"):
+    with pytest.raises(ConfigError, match="checkpoints: cannot be reached"):
         _ = config.checkpoints
 
 
@@ -369,9 +361,6 @@ def test_binary_files_are_refused(tmp_path: Path) -> None:
         load_config(tmp_path / "a.yaml")
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(tmp_path)
-    os.mkfifo(tmp_path / "pipe.yaml")
-    with pytest.raises(ConfigError, match=r"cannot be read \(a pipe, not a file\)"):
-        load_config(tmp_path / "pipe.yaml")
 
 
 def test_every_key_has_a_description_and_a_valid_default() -> None:

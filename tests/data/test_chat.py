@@ -6,7 +6,6 @@ the rendered conversation. The code under test knows no pattern and no mark.
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -348,16 +347,6 @@ def test_templates_with_ambiguous_turns_are_refused(template: str, messages: str
         SampleError, match=r"does not show which characters to train on: .*message 2.*another data\.chat_template"
     ):
         mark_chat(chat(*CONVERSATIONS[messages]), choose_template(tokenizer), "assistant")
-
-
-@pytest.mark.parametrize("kind", ["pipe", "zeros"])
-def test_endless_template_files_are_not_read(kind: str, tmp_path: Path) -> None:
-    if kind == "pipe":
-        os.mkfifo(tmp_path / "pipe")
-    else:
-        (tmp_path / "zeros").symlink_to("/dev/zero")
-    with pytest.raises(DataError, match=r"is a (pipe|device), not a file; name a file"):
-        choose_template(byte_tokenizer("chatml"), str(tmp_path / kind))
 
 
 def test_lost_text_and_special_tokens_are_noted() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bz2
 import gzip
 import json
-import os
 from pathlib import Path
 
 import datasets
@@ -89,29 +88,6 @@ def test_unknown_json_lines_are_treated_as_samples(tmp_path: Path) -> None:
         counts(Source(str(path)), "stop")
     assert holds_samples(str(tmp_path))
     assert not holds_samples(str(lines(tmp_path / "b.jsonl", {"title": "x"}, {"text": "t"})))
-
-
-@pytest.mark.parametrize("kind", ["pipe", "zeros"])
-def test_endless_files_are_not_sources(tmp_path: Path, kind: str) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    for name in ("a.jsonl", "a.json", "a.txt", "a.parquet", "a.bin", "dataset_info.json"):
-        os.mkfifo(folder / name) if kind == "pipe" else (folder / name).symlink_to("/dev/zero")
-        for source in (str(folder / name), f"{folder / name}#x"):
-            with pytest.raises(DataError, match=r"neither a file nor a folder|is a (pipe|device), not a file|no such"):
-                prepare_tokens([source], load_tokenizer("bytes"), cache=tmp_path / "cache")
-            with pytest.raises(DataError, match=r"neither a file nor a folder|is a (pipe|device), not a file|no such"):
-                counts(source_called(source, Schema()))
-    with pytest.raises(DataError, match=r"left out: 6 special|no file matches"):
-        prepare_tokens([str(folder)], load_tokenizer("bytes"), cache=tmp_path / "cache")
-    saved = tmp_path / "saved"
-    datasets.Dataset.from_list([ALPACA]).save_to_disk(str(saved))
-    assert counts(Source(str(saved)))[0] == 1
-    (table,) = saved.glob("*.arrow")
-    table.unlink()
-    os.mkfifo(table) if kind == "pipe" else table.symlink_to("/dev/zero")
-    with pytest.raises(DataError, match=r"cannot be read .*a (pipe|device), not a file"):
-        counts(Source(str(saved)))
 
 
 def test_user_field_names_are_used_for_detection(tmp_path: Path) -> None:

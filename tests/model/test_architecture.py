@@ -72,14 +72,6 @@ def test_an_export_states_no_limit_that_its_publisher_did_not(tmp_path: Path) ->
     assert "max_position_embeddings" not in json.loads((tmp_path / "again" / "config.json").read_text())
 
 
-def test_a_vocabulary_for_each_layer_is_no_count_of_layers(tmp_path: Path) -> None:
-    fields = {"model_type": "gemma4_text", "vocab_size_per_layer_input": 262_144}
-    assert read_config(written(tmp_path / "model", fields), where="model").vocab_size_per_layer_input == 262_144
-    for name, value in {"num_hidden_layers": 262_144, "vocab_size_per_layer_input": 10**9}.items():
-        with pytest.raises(ModelError, match=f"{value:,} for {name}"):
-            read_config({**fields, name: value}, where="model")
-
-
 def test_what_a_config_class_says_of_its_fields_is_said_in_its_own_words(tmp_path: Path) -> None:
     """Qwen3.8-Flash-Next: its hashes of token sequences need to know where a text ends, and its class asks for it."""
     text = {"num_hidden_layers": 4, "ple_layer_ids": [1], "model_type": "qwen4_exp_text"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatrain.errors import ModelError
-from megatrain.model import PretrainedSource, architecture, port_model, pretrained
+from megatrain.model import PretrainedSource, port_model, pretrained
 from tests.kinds import KINDS, TIED, stock_model, tiny_config
 from tests.tiny import equal
 
@@ -267,17 +266,6 @@ def make_deep(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).write_text("[" * 100_000 + "]" * 100_000) and None
 
 
-def never_end(name: str, *, pipe: bool) -> Callable[[Path], None]:
-    def spoil(folder: Path) -> None:
-        (folder / name).unlink(missing_ok=True)
-        if pipe:
-            os.mkfifo(folder / name)
-        else:
-            (folder / name).symlink_to("/dev/zero")
-
-    return spoil
-
-
 def keep_an_adapter(folder: Path) -> None:
     for file in folder.iterdir():
         file.unlink()
@@ -286,7 +274,7 @@ def keep_an_adapter(folder: Path) -> None:
 
 
 INDEX = "model.safetensors.index.json"
-READ_FILES = ("config.json", "generation_config.json", INDEX, "tokenizer.json", "chat_template.jinja")
+READ_FILES = ("config.json", "generation_config.json", INDEX)
 OUTSIDE = "its index names a file outside its folder"
 BAD: list[tuple[Callable[[Path], None], str]] = [
     (name_a_shard("../elsewhere/x.safetensors"), rf"{OUTSIDE}, \.\./elsewhere/x\.safetensors"),
@@ -297,18 +285,12 @@ BAD: list[tuple[Callable[[Path], None], str]] = [
     (map_weights(3), rf"its {INDEX} names no file for .*; copy or download it again"),
     (map_weights(None), f"its {INDEX} names no file for "),
     (lambda folder: (folder / INDEX).write_text("{}") and None, f"its {INDEX} has no weight_map; copy or"),
-    *((make_deep(name), "nested too deeply|maximum recursion depth") for name in READ_FILES[:3]),
-    *((never_end(name, pipe=True), f"its file {name} is a pipe, not a file") for name in READ_FILES),
-    *((never_end(name, pipe=False), f"its file {name} is a device, not a file") for name in READ_FILES),
-    (never_end("model-00002-of-00005.safetensors", pipe=True), "is a pipe, not a file"),
+    *((make_deep(name), "nested too deeply|maximum recursion depth") for name in READ_FILES),
     (lambda folder: change_config(folder, model_type="lama"), "no model_type 'lama'; did you mean llama or "),
     (lambda folder: change_config(folder, model_type="zzzzz"), "no model_type 'zzzzz'; a newer transformers"),
     (lambda folder: change_config(folder, model_type=5), "no model_type '5'"),
     (lambda folder: change_config(folder, model_type=None), "has no model_type; add model_type: llama, say"),
     (lambda folder: (folder / "config.json").write_text("[]") and None, "holds list, not an object of fields"),
-    (lambda folder: change_config(folder, hidden_size=10**12), "1,000,000,000,000 for hidden_size; give 100,000,000"),
-    (lambda folder: change_config(folder, vocab_size=10**15), "for vocab_size; give 100,000,000 at most"),
-    (lambda folder: change_config(folder, num_hidden_layers=10**12), "1,000,000,000,000 for num_hidden_layers; give"),
     (
         keep_an_adapter,
         "holds a LoRA adapter for org/base, not a whole model; give that model, with this folder as its adapter",
@@ -353,14 +335,6 @@ def test_a_cached_model_is_read_through_symlinks(tmp_path: Path) -> None:
     for blob in (tmp_path / "blobs").iterdir():
         (tmp_path / "snapshot" / blob.name).symlink_to(Path("..") / "blobs" / blob.name)
     assert fill(PretrainedSource(tmp_path / "snapshot"))
-
-
-def test_endless_model_construction_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(architecture, "SECONDS", 0.3)
-    saved(tmp_path)
-    change_config(tmp_path, num_hidden_layers=100_000)
-    with pytest.raises(ModelError, match=r"cannot be built \(not finished after 0\.3 seconds of CPU time\); correct"):
-        PretrainedSource(tmp_path)
 
 
 def test_a_tilde_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

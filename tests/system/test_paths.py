@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import os
-import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 
-from megatrain.errors import ConfigError, DataError
+from megatrain.errors import DataError
 from megatrain.system import paths
 from megatrain.system.paths import (
     lies_within,
     missing,
     nearest_path,
     parsed_json,
-    read_bytes,
     read_json,
     read_text,
-    refuse_special,
-    refuse_unreadable_in,
     usable_path,
     written_whole,
 )
@@ -102,17 +97,6 @@ def test_any_other_path_is_usable_whether_or_not_anything_is_there(
         usable_path(text, to_write="file")
 
 
-def test_without_a_working_directory_only_whole_paths_are_usable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    with pytest.raises(ConfigError, match="the working directory is gone"):
-        usable_path("runs/new")
-    usable_path(tmp_path / "runs")
-
-
 def test_the_nearest_name_is_told_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "corpus.txt").write_text("")
     assert nearest_path(tmp_path / "corpsu.txt") == tmp_path / "corpus.txt"
@@ -125,56 +109,6 @@ def test_the_nearest_name_is_told_where_there_is_one(tmp_path: Path, monkeypatch
     (tmp_path / "secret").mkdir()
     monkeypatch.setattr(Path, "iterdir", lambda folder: iter(os.listdir("/absent")))  # it may not be listed
     assert nearest_path(tmp_path / "secret" / "x") is None
-
-
-READERS: list[Callable[[Path], Any]] = [read_bytes, read_text, read_json, refuse_special]
-
-
-@pytest.mark.parametrize("read", READERS, ids=lambda read: read.__name__)
-def test_what_never_ends_is_not_read(read: Callable[[Path], Any], tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "zeros").symlink_to("/dev/zero")
-    for name, says in (("pipe", "a pipe, not a file"), ("zeros", "a device, not a file")):
-        with pytest.raises(OSError, match=says):
-            read(tmp_path / name)
-    with pytest.raises(FileNotFoundError):
-        read(tmp_path / "absent")
-
-
-def test_what_is_too_large_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths, "LARGEST_NBYTES", 10)
-    (tmp_path / "a.json").write_bytes(b"1234567890")
-    assert read_json(tmp_path / "a.json") == 1234567890
-    refuse_unreadable_in(tmp_path)
-    (tmp_path / "a.json").write_bytes(b"12345678901")
-    for call in (lambda: read_bytes(tmp_path / "a.json"), lambda: refuse_unreadable_in(tmp_path)):
-        with pytest.raises(OSError, match="larger than"):
-            call()
-    with pytest.raises(IsADirectoryError):
-        read_bytes(tmp_path)
-
-
-def test_a_small_file_takes_little_memory_to_read(tmp_path: Path) -> None:
-    """Also where a process may reserve little (`ulimit -v`, or a system that does not overcommit)."""
-    (tmp_path / "a.json").write_bytes(b"12")
-    tracemalloc.start()
-    try:
-        assert read_json(tmp_path / "a.json") == 12
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    finally:
-        tracemalloc.stop()
-    assert b"MemTotal" in read_bytes("/proc/meminfo")  # whose size is told as 0
-
-
-def test_a_folder_for_a_library_holds_nothing_that_never_ends(tmp_path: Path) -> None:
-    (tmp_path / "weights.safetensors").write_bytes(b"")
-    (tmp_path / "lost").symlink_to(tmp_path / "absent")
-    (tmp_path / "below").mkdir()
-    os.mkfifo(tmp_path / "control")  # which nobody is going to read
-    refuse_unreadable_in(tmp_path)
-    os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(OSError, match=r"a pipe, not a file: '.*config\.json'"):
-        refuse_unreadable_in(tmp_path)
 
 
 def test_json_that_is_nested_too_deeply_is_as_good_as_malformed(tmp_path: Path) -> None:
