@@ -15,7 +15,7 @@ torch, no devices, no parameter names in memory: callers pass the element ranges
 from megatrain.optim.adamw import AdamW, AdamWScalars
 from megatrain.optim.clip import clip_scale, expansion, own_square_sums, sum_of_squares
 from megatrain.optim.lion import Lion
-from megatrain.optim.lr_schedules import LrSchedule, lr_schedule
+from megatrain.optim.lr_schedules import LrSchedule
 from megatrain.optim.muon import (
     Directed,
     MatrixScalars,
@@ -55,7 +55,6 @@ __all__ = [
     "join",
     "join_into",
     "kind_named",
-    "lr_schedule",
     "matrix_shape",
     "momentum_on_host",
     "optimizer_from",

@@ -57,7 +57,7 @@ from megatrain.model.architecture import position_limit
 from megatrain.model.encoder_stack import stream_encoder
 from megatrain.model.hub import located
 from megatrain.model.profile_prologue import see, values_of, values_per_token
-from megatrain.optim import lr_schedule
+from megatrain.optim import LrSchedule
 from megatrain.plan import Plan, find_plan
 from megatrain.plan.report import describe_images, describe_matrices, slow_precision_warning
 from megatrain.run import resume
@@ -312,7 +312,7 @@ def _length(steps: int, loader: Loader) -> str:
 
 def _learning_rate(train: TrainSection, steps: int) -> Callable[[int], float]:
     warmup = train.warmup_steps or ceil(train.warmup_ratio * steps)
-    schedule = lr_schedule(
+    schedule = LrSchedule(
         train.lr_scheduler,
         total_steps=max(steps, warmup + train.decay_steps),
         warmup_steps=warmup,

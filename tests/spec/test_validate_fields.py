@@ -12,8 +12,7 @@ import pytest
 
 from megatrain.errors import ConfigError, MegaTrainError, PlanError
 from megatrain.losses import DPO, SmoothedCrossEntropy
-from megatrain.optim import AdamW
-from megatrain.optim.lr_schedules import Constant, Cosine, Linear, WarmupStableDecay
+from megatrain.optim import AdamW, LrSchedule
 from megatrain.schedule import build_flush, build_forward, build_step, check
 from megatrain.spec import Limits, Numerics, Placement, Policy, Tier, Work
 from megatrain.spec.validate_fields import Bounds, check_fields
@@ -27,10 +26,7 @@ GOOD: list[Any] = [
     Placement(),
     Work((4, 5), 3),
     AdamW(no_decay=("*bias",)),
-    Constant(3),
-    Linear(10, 2, 0.5),
-    Cosine(10, 2, 0.5),
-    WarmupStableDecay(10, 5, 2, 0.5),
+    LrSchedule("wsd", 10, 2, 0.5, 5),
     DPO(),
     SmoothedCrossEntropy(),
 ]
