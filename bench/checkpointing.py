@@ -40,7 +40,8 @@ import torch
 from bench.exporting import config_of
 from bench.step import _resident
 from megatrain import Engine, Policy
-from megatrain.checkpoint import manifest, open_checkpoint, range_writer
+from megatrain.checkpoint import manifest, range_writer
+from megatrain.checkpoint.folder import open_checkpoint
 from megatrain.memory.checksum import checksum
 from megatrain.optim import AdamW
 from megatrain.spec import Precision

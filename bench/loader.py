@@ -20,9 +20,10 @@ import numpy as np
 import psutil
 import torch
 
-from megatrain.data import Loader, PackedRows, SampleFile
 from megatrain.data.encode import EncodedSample
-from megatrain.data.sample_cache import write_samples
+from megatrain.data.loader import Loader
+from megatrain.data.packing import PackedRows
+from megatrain.data.sample_cache import SampleFile, write_samples
 
 VOCABULARY = 320
 MODEL = {

@@ -25,7 +25,8 @@ from typing import Any
 from rich.console import Console
 
 from megatrain.config import load_config
-from megatrain.data import EncodeOptions, Encoder, load_tokenizer
+from megatrain.data.encode import EncodeOptions, Encoder
+from megatrain.data.tokenizer import load_tokenizer
 from megatrain.run.training import run_training
 from megatrain.train.engine import Engine
 

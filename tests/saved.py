@@ -14,16 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint import (
-    Checkpoint,
-    CheckpointFacts,
-    PlannedCheckpoint,
-    StateReader,
-    export_pieces,
-    tensor_pieces,
-    write_checkpoint,
-)
 from megatrain.checkpoint import save as save_module
+from megatrain.checkpoint import tensor_pieces
+from megatrain.checkpoint.export import export_pieces
+from megatrain.checkpoint.load import Checkpoint
+from megatrain.checkpoint.save import CheckpointFacts, PlannedCheckpoint, StateReader, write_checkpoint
 from megatrain.model import PortedModel, PretrainedSource, port_model
 from megatrain.schedule.passes import state_buffers
 from megatrain.spec.layout import layout_of

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatrain.checkpoint import export_pieces
-from megatrain.data import load_tokenizer, save_tokenizer
+from megatrain.checkpoint.export import export_pieces
+from megatrain.data.tokenizer import load_tokenizer, save_tokenizer
 from megatrain.errors import DataError, ExportError
 from megatrain.model import (
     AdaptedSource,

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatrain.data import load_tokenizer
 from megatrain.data.chat import ChatTemplate, choose_template
 from megatrain.data.encode import chat_prompt_ids, turn_ends
 from megatrain.data.messages import Message
+from megatrain.data.tokenizer import load_tokenizer
 from megatrain.errors import BatchError, DataError
 from megatrain.model import Progress, TextStream, freeze_parameters, model_behind, model_named, pretrained_source
 from megatrain.model.architecture import position_limit, read_config

@@ -15,7 +15,8 @@ from megatrain.commands.plan import LENGTH, TOKENS_PER_STEP, adapter_keys, fewer
 from megatrain.config import load_config
 from megatrain.config.llama_factory import translate
 from megatrain.config.translation import Translation
-from megatrain.data import about_tokens, begins_with_text, holds_samples, require_source, source_called
+from megatrain.data.detect_kind import begins_with_text, holds_samples, require_source, source_called
+from megatrain.data.files import about_tokens
 from megatrain.data.sample_formats import Schema
 from megatrain.errors import ConfigError, DataError, DeviceError
 from megatrain.formatting import amount, counted, counted_epochs, duration

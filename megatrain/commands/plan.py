@@ -287,7 +287,7 @@ def _over_files(spec: ModelSpec, precision: Precision) -> ModelSpec:
 
 def _length_of(run: Config, plan: Plan) -> str:
     """Steps, epochs and time of a run, estimated from file sizes."""
-    from megatrain.data import about_tokens
+    from megatrain.data.files import about_tokens
 
     held = about_tokens(run.data.sources, run.tokenizer, run.data.pattern)
     tokens = plan.question.tokens_of_all

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from transformers import AutoProcessor, Trainer
 
-from megatrain.checkpoint import open_checkpoint
+from megatrain.checkpoint.folder import open_checkpoint
 from megatrain.dist import World
 from megatrain.engine.chunked_loss import own_entries
 from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint

@@ -19,50 +19,35 @@ from typing import Any
 import numpy as np
 
 from megatrain.config import Config, DataSection, TrainSection, called
-from megatrain.data import (
-    Batch,
-    Batching,
-    EncodeOptions,
-    Encoder,
-    EncodingProgress,
-    Loader,
-    PackedRows,
-    Reference,
-    SampleFile,
-    SampleRows,
-    Source,
-    StreamRows,
-    TokenFile,
-    Tokenizer,
-    batch_of,
+from megatrain.data.detect_kind import (
     begins_with_text,
-    copies,
-    describe_tokens,
-    evaluation_batches,
-    example_of,
     has_splits,
-    holds_chats,
-    holds_pairs,
     holds_samples,
-    holds_text_only,
-    holds_unpaired,
     is_described,
     is_of_hub,
-    pack,
-    prepare_samples,
-    prepare_tokens,
     source_called,
-    source_seed,
-    split_samples,
-    split_windows,
-    statistics_of,
-    try_to_render,
-    turn_ends,
-    unused_tokens,
 )
+from megatrain.data.encode import EncodeOptions, Encoder, try_to_render, turn_ends
 from megatrain.data.files import STDLIB
+from megatrain.data.loader import Batch, Loader, batch_of, evaluation_batches, source_seed
+from megatrain.data.packing import Batching, PackedRows, Reference, SampleRows, copies, split_samples
 from megatrain.data.processor import Processor, load_processor, refuse_without_tower
-from megatrain.data.stream_rows import BLOCK_ROWS, Packing
+from megatrain.data.sample_cache import (
+    EncodingProgress,
+    SampleFile,
+    example_of,
+    holds_chats,
+    holds_pairs,
+    holds_text_only,
+    holds_unpaired,
+    prepare_samples,
+    statistics_of,
+)
+from megatrain.data.sample_sources import Source
+from megatrain.data.stream_rows import BLOCK_ROWS, Packing, StreamRows
+from megatrain.data.text_sources import describe_tokens, pack, prepare_tokens, split_windows, unused_tokens
+from megatrain.data.token_files import TokenFile
+from megatrain.data.tokenizer import Tokenizer
 from megatrain.dist import ALONE, World
 from megatrain.dist.world import refuse_unlike
 from megatrain.errors import ConfigError, DataError, ModelError

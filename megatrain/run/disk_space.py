@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 
-from megatrain.checkpoint import Checkpoint, checkpoints
+from megatrain.checkpoint.listing import checkpoints
+from megatrain.checkpoint.load import Checkpoint
 from megatrain.config import Config
 from megatrain.errors import ConfigError
 from megatrain.formatting import at_least, at_most

@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from importlib.metadata import version
 
 from megatrain.config import Config, TrainSection
-from megatrain.data import Schema, refuse_absent_tokenizer, require_source
-from megatrain.data.sample_formats import Format
+from megatrain.data.detect_kind import require_source
+from megatrain.data.sample_formats import Format, Schema
+from megatrain.data.tokenizer import refuse_absent_tokenizer
 from megatrain.errors import ConfigError, DeviceError, MegaTrainError
 from megatrain.plan import load_hardware
 from megatrain.plan.measured_models import known_names, refuse_absent

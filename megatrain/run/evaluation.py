@@ -22,7 +22,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megatrain.data import Batch, Tokenizer
+from megatrain.data.loader import Batch
+from megatrain.data.tokenizer import Tokenizer
 from megatrain.engine.chunked_loss import divisor_of
 from megatrain.errors import ConfigError, first_line
 from megatrain.losses import LossFn

@@ -21,7 +21,7 @@ from megatrain.system.paths import read_json, usable_path
 from megatrain.train.status import STATUS
 
 if TYPE_CHECKING:
-    from megatrain.checkpoint import Checkpoint
+    from megatrain.checkpoint.load import Checkpoint
 
 Say = Callable[[str], None]
 """Shows the user a line."""

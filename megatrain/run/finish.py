@@ -12,9 +12,10 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from megatrain.checkpoint import lowest_scored
+from megatrain.checkpoint.folder import lowest_scored
 from megatrain.config import Config
-from megatrain.data import Batch, Tokenizer, save_tokenizer
+from megatrain.data.loader import Batch
+from megatrain.data.tokenizer import Tokenizer, save_tokenizer
 from megatrain.engine import DTYPES
 from megatrain.errors import ExportError
 from megatrain.formatting import at_least, at_most, counted

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from megatrain.config import LmEvalSection
-from megatrain.data import Tokenizer
-from megatrain.data.tokenizer import encode_text, end_of_text_id
+from megatrain.data.tokenizer import Tokenizer, encode_text, end_of_text_id
 from megatrain.engine import LogitsLoss
 from megatrain.errors import ConfigError, MegaTrainError, first_line
 from megatrain.run.sampling import Sampling, draw_ids

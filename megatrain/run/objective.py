@@ -21,9 +21,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatrain.checkpoint import Checkpoint
+from megatrain.checkpoint.load import Checkpoint
 from megatrain.config import Config
-from megatrain.data import Batch, SampleFile, SampleRows, batch_of
+from megatrain.data.loader import Batch, batch_of
+from megatrain.data.packing import SampleRows
+from megatrain.data.sample_cache import SampleFile
 from megatrain.dist import World
 from megatrain.errors import CheckpointError, DataError
 from megatrain.losses import DPO, KTO, ORPO, LossFn, SimPO

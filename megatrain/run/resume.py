@@ -15,7 +15,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from megatrain.checkpoint import Checkpoint, PeerCheckpoint, checkpoints, newest_sound, open_checkpoint
+from megatrain.checkpoint.folder import newest_sound, open_checkpoint
+from megatrain.checkpoint.listing import checkpoints
+from megatrain.checkpoint.load import Checkpoint
+from megatrain.checkpoint.peer_checkpoints import PeerCheckpoint
 from megatrain.config import Config, PolicySection, TrainSection
 from megatrain.config.renamed_keys import with_new_names
 from megatrain.errors import CheckpointError, ConfigError, DataError

@@ -10,8 +10,7 @@ import torch
 
 from megatrain.config import Config, TrainSection
 from megatrain.config.values import LEAST, MOST
-from megatrain.data import Tokenizer, vocabulary_size
-from megatrain.data.tokenizer import encode_text, end_of_text_id, leading_ids
+from megatrain.data.tokenizer import Tokenizer, encode_text, end_of_text_id, leading_ids, vocabulary_size
 from megatrain.errors import ConfigError, DataError
 from megatrain.model import TextStream
 from megatrain.run.data import Corpus

@@ -33,9 +33,12 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from megatrain.checkpoint import Checkpoint, PeerCheckpoint, Retention
+from megatrain.checkpoint.folder import Retention
+from megatrain.checkpoint.load import Checkpoint
+from megatrain.checkpoint.peer_checkpoints import PeerCheckpoint
 from megatrain.config import AdapterSection, Config, TrainSection, save_config
-from megatrain.data import Loader, Tokenizer, load_tokenizer, vocabulary_size
+from megatrain.data.loader import Loader
+from megatrain.data.tokenizer import Tokenizer, load_tokenizer, vocabulary_size
 from megatrain.device import Device, open_device
 from megatrain.engine.batch import TEXT_ENTRIES
 from megatrain.errors import ConfigError

@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatrain.checkpoint import Checkpoint, Retention, newest_sound, open_checkpoint, prune, quick_check, step_folder
+from megatrain.checkpoint.folder import Retention, newest_sound, open_checkpoint, prune
+from megatrain.checkpoint.load import Checkpoint
+from megatrain.checkpoint.manifest import quick_check
+from megatrain.checkpoint.save import step_folder
 from megatrain.dist import World
 from megatrain.errors import CheckpointError, MegaTrainError, NonFinite
 from megatrain.formatting import amount

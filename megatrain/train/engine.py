@@ -15,7 +15,10 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import Tensor, nn
 
-from megatrain.checkpoint import Checkpoint, CheckpointFacts, ExportOptions, open_checkpoint
+from megatrain.checkpoint.export import ExportOptions
+from megatrain.checkpoint.folder import open_checkpoint
+from megatrain.checkpoint.load import Checkpoint
+from megatrain.checkpoint.save import CheckpointFacts
 from megatrain.device import Device, open_device, timed
 from megatrain.dist import ALONE
 from megatrain.engine import (

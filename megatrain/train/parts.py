@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megatrain.checkpoint import Checkpoint
+from megatrain.checkpoint.load import Checkpoint
 from megatrain.device import Device
 from megatrain.dist import ALONE
 from megatrain.engine import LossFn, MicroBatch, StepInput, StepResult, Streamer, check_micro_batches

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint import Checkpoint, PeerCheckpoint
+from megatrain.checkpoint.load import Checkpoint
+from megatrain.checkpoint.peer_checkpoints import PeerCheckpoint
 from megatrain.errors import CheckpointError, ConfigError, ModelError
 from megatrain.memory import Store
 from megatrain.memory.unit_state import ranges

@@ -20,19 +20,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatrain.checkpoint import (
-    ExportOptions,
-    PlannedCheckpoint,
-    StateReader,
-    export_pieces,
-    exported_pieces,
-    manifest,
-    range_writer,
-)
-from megatrain.checkpoint.export import writing_to
+from megatrain.checkpoint import manifest, range_writer
+from megatrain.checkpoint.export import ExportOptions, export_pieces, exported_pieces, writing_to
 from megatrain.checkpoint.manifest import FileSum
 from megatrain.checkpoint.range_writer import RangeWriter, TensorWriter, Written
 from megatrain.checkpoint.safetensors_writer import Shard
+from megatrain.checkpoint.save import PlannedCheckpoint, StateReader
 from megatrain.dist import World
 from megatrain.errors import CheckpointError
 from megatrain.memory import Store

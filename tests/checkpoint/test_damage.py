@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.checkpoint import PlannedCheckpoint, full_check, manifest, open_checkpoint, quick_check
-from megatrain.checkpoint.manifest import read_manifest
+from megatrain.checkpoint import manifest
+from megatrain.checkpoint.folder import open_checkpoint
+from megatrain.checkpoint.manifest import full_check, quick_check, read_manifest
+from megatrain.checkpoint.save import PlannedCheckpoint
 from megatrain.errors import DamagedCheckpoint
 from tests.saved import ported, save
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megatrain import AdamW, Engine
-from megatrain.checkpoint import export_pieces, range_writer, safetensors_writer
-from megatrain.checkpoint.export import model_card
+from megatrain.checkpoint import range_writer, safetensors_writer
+from megatrain.checkpoint.export import export_pieces, model_card
 from megatrain.checkpoint.range_writer import OpenFile, TensorWriter, writing_ranges
 from megatrain.errors import ExportError
 from megatrain.model import PortedModel, port_model

@@ -15,17 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.checkpoint import (
-    PlannedCheckpoint,
-    Retention,
-    checkpoints,
-    full_check,
-    manifest,
-    newest_sound,
-    prune,
-    quick_check,
-    step_of,
-)
+from megatrain.checkpoint import manifest
+from megatrain.checkpoint.folder import Retention, newest_sound, prune
+from megatrain.checkpoint.listing import checkpoints, step_of
+from megatrain.checkpoint.manifest import full_check, quick_check
+from megatrain.checkpoint.save import PlannedCheckpoint
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.system.atomic import put_all_right
 from tests.saved import bits, expected, loaded, ported, save

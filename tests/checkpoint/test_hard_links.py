@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from megatrain import AdamW, Engine
-from megatrain.checkpoint import Retention, full_check, hard_links, manifest, open_checkpoint, prune
+from megatrain.checkpoint import hard_links, manifest
+from megatrain.checkpoint.folder import Retention, open_checkpoint, prune
+from megatrain.checkpoint.manifest import full_check
 from megatrain.checkpoint.range_writer import OpenFile
 from megatrain.train.async_save import Save
 from tests.tiny import equal, tiny_model, unequal_batches

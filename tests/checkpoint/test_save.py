@@ -19,17 +19,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatrain.checkpoint import (
-    Checkpoint,
-    CheckpointFacts,
-    PlannedCheckpoint,
-    checkpoints,
-    full_check,
-    open_checkpoint,
-    write_checkpoint,
-)
 from megatrain.checkpoint import manifest as sums_module
 from megatrain.checkpoint import save as save_module
+from megatrain.checkpoint.folder import open_checkpoint
+from megatrain.checkpoint.listing import checkpoints
+from megatrain.checkpoint.load import Checkpoint
+from megatrain.checkpoint.manifest import full_check
+from megatrain.checkpoint.save import CheckpointFacts, PlannedCheckpoint, write_checkpoint
 from megatrain.errors import CheckpointError, DamagedCheckpoint
 from megatrain.model import freeze_parameters, port_model
 from tests.saved import (

@@ -337,7 +337,7 @@ def test_missing_weights_are_reported_beside_the_answer(capsys: pytest.CaptureFi
     import torch
     from safetensors.torch import load_file, save_file
 
-    from megatrain.data import load_tokenizer
+    from megatrain.data.tokenizer import load_tokenizer
     from tests.tiny import tiny_model
 
     source, target = tmp_path / "model", tmp_path / "written"

@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 
-from megatrain.data import EncodeOptions, Encoder, Loader, Source, StreamRows, load_tokenizer, stream_rows
+from megatrain.data import stream_rows
+from megatrain.data.encode import EncodeOptions, Encoder
+from megatrain.data.loader import Loader
 from megatrain.data.packing import TrainingRow
-from megatrain.data.stream_rows import Packing
+from megatrain.data.sample_sources import Source
+from megatrain.data.stream_rows import Packing, StreamRows
+from megatrain.data.tokenizer import load_tokenizer
 
 WINDOW = 24
 TOKENIZER = load_tokenizer("bytes")

@@ -10,10 +10,11 @@ from pathlib import Path
 import datasets
 import pytest
 
-from megatrain.data import Source, holds_samples, prepare_tokens, require_source, source_called
+from megatrain.data.detect_kind import holds_samples, require_source, source_called
 from megatrain.data.read_rows import LeftOut
 from megatrain.data.sample_formats import Schema
-from megatrain.data.sample_sources import read_samples
+from megatrain.data.sample_sources import Source, read_samples
+from megatrain.data.text_sources import prepare_tokens
 from megatrain.data.tokenizer import load_tokenizer
 from megatrain.errors import DataError
 

@@ -17,10 +17,12 @@ import pytest
 from huggingface_hub import HfApi, constants
 from pyarrow import parquet
 
-from megatrain.data import Schema, load_tokenizer, require_source
+from megatrain.data.detect_kind import require_source
 from megatrain.data.read_rows import LeftOut, RowStream, read_rows
 from megatrain.data.sample_cache import _content
+from megatrain.data.sample_formats import Schema
 from megatrain.data.sample_sources import Source
+from megatrain.data.tokenizer import load_tokenizer
 from megatrain.errors import DataError
 from megatrain.system import hub_client
 from tests.conftest import forget_hub

@@ -8,20 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatrain.data import (
-    Encoder,
-    Reference,
-    SampleRows,
-    holds_pairs,
-    holds_unpaired,
-    load_tokenizer,
-    prepare_samples,
-    source_called,
-    split_samples,
-    statistics_of,
-)
-from megatrain.data.packing import collate
+from megatrain.data.detect_kind import source_called
+from megatrain.data.encode import Encoder
+from megatrain.data.packing import Reference, SampleRows, collate, split_samples
+from megatrain.data.sample_cache import holds_pairs, holds_unpaired, prepare_samples, statistics_of
 from megatrain.data.sample_formats import Schema
+from megatrain.data.tokenizer import load_tokenizer
 from megatrain.errors import DataError, SampleError
 from tests.data.test_preferences import EOS, TEMPLATE, prepared, says, texts
 

@@ -9,22 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatrain.data import (
-    EncodeOptions,
-    Encoder,
-    Reference,
-    SampleFile,
-    SampleRows,
-    holds_pairs,
-    load_tokenizer,
-    prepare_samples,
-    source_called,
-    split_samples,
-    statistics_of,
-)
+from megatrain.data.detect_kind import source_called
+from megatrain.data.encode import EncodeOptions, Encoder
 from megatrain.data.loader import Loader
-from megatrain.data.packing import collate
+from megatrain.data.packing import Reference, SampleRows, collate, split_samples
+from megatrain.data.sample_cache import SampleFile, holds_pairs, prepare_samples, statistics_of
 from megatrain.data.sample_formats import Schema
+from megatrain.data.tokenizer import load_tokenizer
 from megatrain.errors import SampleError
 
 TEMPLATE = (

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatrain.data import describe_tokens, prepare_tokens, read_rows, text_sources
+from megatrain.data import read_rows, text_sources
 from megatrain.data.files import STDLIB
+from megatrain.data.text_sources import describe_tokens, prepare_tokens
 from megatrain.data.token_files import write_tokens
 from megatrain.data.tokenizer import load_tokenizer
 from megatrain.errors import DataError, SampleError

@@ -18,10 +18,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain.data import Batching, Loader, PackedRows, SampleFile, SampleRows, pack
 from megatrain.data.encode import EncodedSample
-from megatrain.data.packing import grouped_order, next_source, split_samples
-from megatrain.data.sample_cache import is_sample_file, open_samples, write_samples
+from megatrain.data.loader import Loader
+from megatrain.data.packing import Batching, PackedRows, SampleRows, grouped_order, next_source, split_samples
+from megatrain.data.sample_cache import SampleFile, is_sample_file, open_samples, write_samples
+from megatrain.data.text_sources import pack
 from megatrain.data.token_files import write_tokens
 from megatrain.errors import DataError
 from tests.fork_server import Preloaded

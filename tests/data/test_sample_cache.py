@@ -11,18 +11,11 @@ from typing import Any
 
 import pytest
 
-from megatrain.data import (
-    EncodeOptions,
-    Encoder,
-    Source,
-    begins_with_text,
-    holds_samples,
-    prepare_samples,
-    source_called,
-)
-from megatrain.data.encode import encode_samples
-from megatrain.data.sample_cache import example_of, holds_text_only, statistics_of
+from megatrain.data.detect_kind import begins_with_text, holds_samples, source_called
+from megatrain.data.encode import EncodeOptions, Encoder, encode_samples
+from megatrain.data.sample_cache import example_of, holds_text_only, prepare_samples, statistics_of
 from megatrain.data.sample_formats import Schema
+from megatrain.data.sample_sources import Source
 from megatrain.errors import DataError, SampleError
 from tests.data.chats import byte_tokenizer
 

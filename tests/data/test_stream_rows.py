@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatrain.data import Loader
+from megatrain.data.loader import Loader
 from megatrain.data.read_rows import LeftOut, RowStream, read_rows
 from megatrain.data.stream_rows import Packing
 from megatrain.errors import DataError, SampleError

@@ -17,7 +17,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatrain.cli import main
-from megatrain.data import load_tokenizer
+from megatrain.data.tokenizer import load_tokenizer
 from tests.docs.test_examples import blocks
 from tests.fake_hub import Hub
 from tests.run.test_chats import chats

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback
 
-from megatrain.checkpoint import open_checkpoint
+from megatrain.checkpoint.folder import open_checkpoint
 from megatrain.errors import ConfigError
 from megatrain.hf import StreamedTrainer
 from megatrain.hf.model_changes import refuse_changes, snapshot_of

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Glm4MoeConfig
 
-from megatrain.data import load_tokenizer
+from megatrain.data.tokenizer import load_tokenizer
 from megatrain.errors import ConfigError
 from tests.saved import config_as_stock_saves_it
 from tests.tiny import FAMILIES, relative_error

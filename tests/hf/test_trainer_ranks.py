@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatrain.data import load_tokenizer
+from megatrain.data.tokenizer import load_tokenizer
 from megatrain.errors import ConfigError
 from megatrain.hf.training_options import refuse_arguments
 from tests.hf.test_trainer import arguments, weights_of

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megatrain import AdamW, Engine
 from megatrain.commands.generate import GenerationModel, run_chat, run_generation
-from megatrain.data import load_tokenizer
+from megatrain.data.tokenizer import load_tokenizer
 from megatrain.errors import BatchError, ConfigError, DataError, MegaTrainError, ModelError, NonFinite
 from megatrain.run.sampling import Sampling, draw_ids, prompt_ids
 from tests.tiny import FAMILIES, VOCAB, batch, tiny_model

@@ -17,8 +17,8 @@ from transformers import TrainingArguments
 from bench.held import followed
 from megatrain import Engine, Policy
 from megatrain.commands.plan import Options, run_plan
-from megatrain.data import load_tokenizer
 from megatrain.data.processor import Processor
+from megatrain.data.tokenizer import load_tokenizer
 from megatrain.device.sim import SimDevice
 from megatrain.dist import World
 from megatrain.engine.batch import TEXT_ENTRIES

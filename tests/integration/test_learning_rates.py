@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatrain import AdamW, Engine, Policy
-from megatrain.checkpoint import open_checkpoint
+from megatrain.checkpoint.folder import open_checkpoint
 from megatrain.errors import ConfigError
 from megatrain.spec import Numerics, Placement
 from megatrain.train.restore import optimizer_in

@@ -11,10 +11,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, masking_utils
 
 import megatrain
-from megatrain.data import Loader, PackedRows, SampleFile, SampleRows
 from megatrain.data.encode import EncodedSample
-from megatrain.data.loader import Batch
-from megatrain.data.sample_cache import write_samples
+from megatrain.data.loader import Batch, Loader
+from megatrain.data.packing import PackedRows, SampleRows
+from megatrain.data.sample_cache import SampleFile, write_samples
 from megatrain.errors import BatchError
 from megatrain.model import why_not_packable
 from megatrain.model.packed_sequences import only_single_rows

@@ -12,7 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint import Checkpoint, PlannedCheckpoint, open_checkpoint, quick_check
+from megatrain.checkpoint.folder import open_checkpoint
+from megatrain.checkpoint.load import Checkpoint
+from megatrain.checkpoint.manifest import quick_check
+from megatrain.checkpoint.save import PlannedCheckpoint
 from megatrain.device.cpu import CpuDevice
 from megatrain.device.host_memory import trim
 from megatrain.memory import Ledger, Pool, Store

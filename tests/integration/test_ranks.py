@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megatrain import AdamW, Engine, Policy
-from megatrain.checkpoint import full_check, range_writer
+from megatrain.checkpoint import range_writer
+from megatrain.checkpoint.manifest import full_check
 from megatrain.dist import ALONE, World
 from megatrain.engine import DTYPES, reports
 from megatrain.engine.gradient_accumulation import GradientAccumulator

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from megatrain.data import load_tokenizer
+from megatrain.data.tokenizer import load_tokenizer
 from megatrain.errors import BatchError, ConfigError, ModelError, NonFinite, OutOfDeviceMemory
 from megatrain.model import PortedModel, TextStream, port_model, speak
 from tests.tiny import VOCAB, tiny_model

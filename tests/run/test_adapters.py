@@ -26,7 +26,7 @@ TEXT = "So shaken as we are, so wan with care, find we a time for frighted peace
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    from megatrain.data import load_tokenizer
+    from megatrain.data.tokenizer import load_tokenizer
 
     tiny_model("llama", vocab_size=512, pad_token_id=None).save_pretrained(tmp_path / "base")
     load_tokenizer("bytes").save_pretrained(tmp_path / "base")

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.checkpoint import checkpoints, step_of
+from megatrain.checkpoint.listing import checkpoints, step_of
 from megatrain.commands.generate import GenerationModel, run_chat, run_generation
 from megatrain.config import Config
-from megatrain.data import load_tokenizer
+from megatrain.data.tokenizer import load_tokenizer
 from megatrain.dist import World
 from megatrain.errors import ConfigError, DataError, ModelError
 from megatrain.run.data import open_corpus
@@ -270,7 +270,7 @@ def test_text_tables_are_cut_into_windows(tmp_path: Path) -> None:
 
 def test_only_answers_are_trained(tmp_path: Path) -> None:
     """The loss of a whole step, from the texts themselves and the stock model."""
-    from megatrain.data import load_tokenizer
+    from megatrain.data.tokenizer import load_tokenizer
     from megatrain.run.data import open_corpus
 
     config = chat_run(tmp_path)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megatrain.checkpoint import checkpoints
+from megatrain.checkpoint.listing import checkpoints
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.run.training import run_training
 from megatrain.system.locks import Claim

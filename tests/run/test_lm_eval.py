@@ -17,7 +17,7 @@ import torch
 
 from megatrain import Engine, Policy
 from megatrain.config.keys import LmEvalSection
-from megatrain.data import load_tokenizer
+from megatrain.data.tokenizer import load_tokenizer
 from megatrain.errors import ConfigError
 from megatrain.run.lm_eval_tasks import Scoring, Tasks, score
 from tests.run.test_training import lines, train

@@ -14,7 +14,7 @@ import yaml
 from safetensors.torch import load_file
 
 from megatrain.config import Config
-from megatrain.data import load_tokenizer
+from megatrain.data.tokenizer import load_tokenizer
 from megatrain.errors import CheckpointError, ConfigError, DataError, SampleError
 from megatrain.run import objective
 from megatrain.run.objective import FILE

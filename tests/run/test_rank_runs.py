@@ -23,9 +23,10 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain import Engine, Policy
-from megatrain.checkpoint import checkpoints
+from megatrain.checkpoint.listing import checkpoints
 from megatrain.config import Config
-from megatrain.data import SampleRows, load_tokenizer
+from megatrain.data.packing import SampleRows
+from megatrain.data.tokenizer import load_tokenizer
 from megatrain.device import open_device
 from megatrain.dist import ALONE, World
 from megatrain.errors import ConfigError, MegaTrainError

@@ -19,7 +19,8 @@ from typing import Any, cast
 
 import pytest
 
-from megatrain.checkpoint import checkpoints, open_checkpoint, step_of
+from megatrain.checkpoint.folder import open_checkpoint
+from megatrain.checkpoint.listing import checkpoints, step_of
 from megatrain.config import Config, save_config
 from megatrain.device import Device
 from megatrain.dist import World

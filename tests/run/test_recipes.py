@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatrain.commands.plan import find_model
 from megatrain.config import Config, load_config
-from megatrain.data import load_tokenizer
+from megatrain.data.tokenizer import load_tokenizer
 from megatrain.plan import Plan, Question, find_plan, load_hardware
 from tests.run.test_chats import chats
 from tests.run.test_preferences import preferences

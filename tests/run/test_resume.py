@@ -17,7 +17,9 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from megatrain.checkpoint import Checkpoint, checkpoints, newest_sound, open_checkpoint, step_of
+from megatrain.checkpoint.folder import newest_sound, open_checkpoint
+from megatrain.checkpoint.listing import checkpoints, step_of
+from megatrain.checkpoint.load import Checkpoint
 from megatrain.checkpoint.range_writer import RangeWriter
 from megatrain.config.renamed_keys import tables
 from megatrain.errors import CheckpointError, ConfigError, DataError, NonFinite

@@ -15,8 +15,9 @@ import datasets
 import pytest
 import torch
 
-from megatrain.checkpoint import checkpoints, step_of
-from megatrain.data import load_tokenizer, read_rows, stream_rows
+from megatrain.checkpoint.listing import checkpoints, step_of
+from megatrain.data import read_rows, stream_rows
+from megatrain.data.tokenizer import load_tokenizer
 from megatrain.dist import ALONE, World
 from megatrain.errors import ConfigError
 from megatrain.run.data import open_corpus

@@ -15,10 +15,10 @@ import pytest
 from safetensors.torch import load_file
 
 from megatrain import DPO, Engine, Policy
-from megatrain.checkpoint import open_checkpoint
+from megatrain.checkpoint.folder import open_checkpoint
 from megatrain.config import load_config, save_config
-from megatrain.data import load_tokenizer
 from megatrain.data.packing import REFERENCE
+from megatrain.data.tokenizer import load_tokenizer
 from megatrain.dist import World
 from megatrain.dist.watch import PROMPT
 from megatrain.errors import ConfigError

@@ -25,7 +25,7 @@ from megatrain.commands.export import ModelToRead, run_export
 from megatrain.commands.generate import GenerationModel, run_generation
 from megatrain.config import load_config
 from megatrain.config.keys import AdapterSection
-from megatrain.data import load_tokenizer
+from megatrain.data.tokenizer import load_tokenizer
 from megatrain.errors import MegaTrainError, ModelError
 from megatrain.model import freeze_parameters, lora_config, pretrained_source
 from megatrain.run.sampling import Sampling

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from megatrain import AdamW, Engine
-from megatrain.data import load_tokenizer
+from megatrain.data.tokenizer import load_tokenizer
 from megatrain.errors import MegaTrainError, ModelError
 from tests.tiny import VOCAB, stock_gradients, tiny_model, unequal_batches
 

@@ -20,8 +20,13 @@ from transformers import AutoModelForImageTextToText
 
 from megatrain import Engine
 from megatrain.config import Config
-from megatrain.data import EncodeOptions, Encoder, Loader, SampleFile, SampleRows, Schema, Source, prepare_samples
+from megatrain.data.encode import EncodeOptions, Encoder
+from megatrain.data.loader import Loader
+from megatrain.data.packing import SampleRows
 from megatrain.data.processor import Processor, load_processor, refuse_without_tower
+from megatrain.data.sample_cache import SampleFile, prepare_samples
+from megatrain.data.sample_formats import Schema
+from megatrain.data.sample_sources import Source
 from megatrain.errors import DataError, ModelError, SampleError
 from megatrain.hf import streamed
 from megatrain.model.forward_arguments import arguments_of

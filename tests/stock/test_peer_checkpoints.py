@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from megatrain import Engine
-from megatrain.checkpoint import open_checkpoint
+from megatrain.checkpoint.folder import open_checkpoint
 from megatrain.checkpoint.peer_checkpoints import RECORDS, _partitions, _Record
 from megatrain.config import AdapterSection
 from megatrain.errors import CheckpointError, ConfigError, ModelError

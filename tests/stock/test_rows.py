@@ -24,12 +24,13 @@ from pyarrow import parquet
 from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megatrain.data import EncodeOptions, Encoder, Source, holds_samples, load_tokenizer, prepare_tokens
-from megatrain.data.encode import Statistics, encode_samples
+from megatrain.data.detect_kind import holds_samples
+from megatrain.data.encode import EncodeOptions, Encoder, Statistics, encode_samples
 from megatrain.data.read_rows import LeftOut, RowStream, SourceRow
 from megatrain.data.sample_formats import LabelCheck, Sample
-from megatrain.data.sample_sources import samples_of
-from megatrain.data.tokenizer import Tokenizer
+from megatrain.data.sample_sources import Source, samples_of
+from megatrain.data.text_sources import prepare_tokens
+from megatrain.data.tokenizer import Tokenizer, load_tokenizer
 from megatrain.errors import SampleError
 from tests.data.chats import TOOL, byte_tokenizer
 

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from megatrain.commands.export import run_export
 from megatrain.commands.generate import GenerationModel, run_chat
-from megatrain.data import load_tokenizer, turn_ends
 from megatrain.data.chat import choose_template
+from megatrain.data.encode import turn_ends
+from megatrain.data.tokenizer import load_tokenizer
 from megatrain.run.sampling import Sampling
 from tests.data.chats import byte_tokenizer
 from tests.data.test_trl_masks import tokenizer_of

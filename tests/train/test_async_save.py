@@ -15,7 +15,10 @@ import torch
 from safetensors.torch import load_file
 
 from megatrain import AdamW, Engine, Policy
-from megatrain.checkpoint import checkpoints, full_check, manifest, open_checkpoint
+from megatrain.checkpoint import manifest
+from megatrain.checkpoint.folder import open_checkpoint
+from megatrain.checkpoint.listing import checkpoints
+from megatrain.checkpoint.manifest import full_check
 from megatrain.checkpoint.range_writer import RangeWriter
 from megatrain.errors import CheckpointError, DamagedCheckpoint, DoesNotFit, NonFinite
 from megatrain.memory import unit_state

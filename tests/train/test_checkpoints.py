@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from megatrain.checkpoint import Retention, open_checkpoint
+from megatrain.checkpoint.folder import Retention, open_checkpoint
 from megatrain.dist import ALONE, World
 from megatrain.errors import CheckpointError, NonFinite
 from megatrain.train.async_save import Save

@@ -20,19 +20,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatrain.checkpoint import (
-    CheckpointFacts,
-    PlannedCheckpoint,
-    PreviousCheckpoint,
-    StateReader,
-    full_check,
-    hard_links,
-    manifest,
-    range_writer,
-    write_checkpoint,
-)
-from megatrain.checkpoint.manifest import FileSum
+from megatrain.checkpoint import hard_links, manifest, range_writer
+from megatrain.checkpoint.hard_links import PreviousCheckpoint
+from megatrain.checkpoint.manifest import FileSum, full_check
 from megatrain.checkpoint.safetensors_writer import Shard
+from megatrain.checkpoint.save import CheckpointFacts, PlannedCheckpoint, StateReader, write_checkpoint
 from megatrain.checkpoint.tensor_pieces import TensorPiece
 from megatrain.dist import World
 from megatrain.errors import CheckpointError, MegaTrainError, RankError
