@@ -29,8 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatrain.checkpoint.export import SHARD_NBYTES, add_files, refuse_too_little_space, writing_to
-from megatrain.checkpoint.hard_links import PreviousCheckpoint
-from megatrain.checkpoint.manifest import MANIFEST, FileSum, Manifest, sum_of
+from megatrain.checkpoint.manifest import MANIFEST, FileSum, Manifest, read_manifest, sum_of
 from megatrain.checkpoint.range_writer import TensorWriter, sums_of_files, writing_ranges
 from megatrain.checkpoint.run_state import TRAINING, write_training
 from megatrain.checkpoint.safetensors_writer import Shard, plan_front_to_back, tensor_blocks, write_index
@@ -100,7 +99,7 @@ class PlannedCheckpoint:
         """Order in which units are written; by default that of the specification."""
         self.written = written_of(ported, torch.float32, for_checkpoint=True)
         self.frozen = frozenset() if ported.adapter else _frozen(self.spec, self.written)
-        """Tensors that do not train. They are in separate files, which checkpoints share (`hard_links`)."""
+        """Tensors that do not train. They are in separate files, which checkpoints share (`PreviousCheckpoint`)."""
         nbytes = shard_nbytes if ported.adapter is None else 1 << 62  # `peft` reads one file
         self.copied = self.written.carried.without({tensor.name for tensor in self.tensors})
         """Tensors of the model's source that it does not read. They are in separate files, which are shared, too."""
@@ -331,3 +330,80 @@ def _refuse_foreign(target: Path) -> None:
         raise CheckpointError(f"cannot be replaced ({error.strerror or error})", where=str(target)) from error
     if inside and not inside & {MANIFEST, TRAINING, "config.json"}:
         raise CheckpointError("is a folder, but not a checkpoint", where=str(target), fix="move it out of the way")
+
+
+# Files that are the same as in the previous checkpoint ----------------------------------------------------------------
+
+SMALLEST = 1 << 20
+"""Smaller files (in bytes) are not worth linking."""
+READ_ONLY = 0o444
+
+Stamp = tuple[int, int, int]
+"""A file's inode, size, and time of its last change."""
+
+
+class PreviousCheckpoint:
+    """A checkpoint that this process has written or checked, whose unchanged files are hard-linked instead of written.
+
+    Those are frozen weights, tensors copied from the model's source, and tokenizers. A file of frozen weights is the
+    same if its header is, and the checksum of all frozen weights (`Store.frozen_checksum`); tensors that are not
+    parameters are compared byte by byte, other files by their checksums once they are written. A file that was touched
+    since (by inode, size and time) is not linked, nor are small ones, which people may edit; a linked file is made
+    read-only, since writing to it would change both. Either checkpoint may be removed without affecting the other. If
+    the file system has no hard links, files are written again, and the run says so once.
+
+    Raises `DamagedCheckpoint` if it has no sound manifest, and `OSError` if a file is missing.
+    """
+
+    def __init__(self, folder: Path, frozen: str | None = None) -> None:
+        """frozen: the checksum of the frozen weights in it, if known."""
+        self.folder, self.frozen = folder, frozen
+        self.files = read_manifest(folder).files
+        self._stamps = {name: _stamp(folder / name) for name in self.files}
+        self.has_same_weights = False
+        """Whether the frozen weights are the same now."""
+        self.linked_nbytes = 0
+        """Bytes of files that the checkpoint being written shares with this one."""
+        self.copied_nbytes = 0
+        """Bytes of files that could not be linked, so that they are written again."""
+        self.why_copied = ""
+
+    def begin(self, frozen: str | None) -> None:
+        """Count the links of another checkpoint, with frozen weights of that checksum."""
+        self.has_same_weights = frozen is not None and frozen == self.frozen
+        self.linked_nbytes, self.copied_nbytes, self.why_copied = 0, 0, ""
+
+    def holds(self, name: str, nbytes: int, pieces: Iterable[tuple[int, bytes | memoryview]]) -> bool:
+        """Whether there is a file of that name and size, with these bytes at these places."""
+        if name not in self.files or self.files[name].nbytes != nbytes:
+            return False
+        try:
+            with (self.folder / name).open("rb") as file:
+                return all(file.seek(start) == start and file.read(len(data)) == data for start, data in pieces)
+        except OSError:
+            return False
+
+    def link(self, name: str, path: Path) -> bool:
+        """Make `path` a hard link to the file; whether that was possible."""
+        source, nbytes, beside = self.folder / name, self.files[name].nbytes, path.with_name(f".{path.name}.link")
+        try:
+            if nbytes < SMALLEST or _stamp(source) != self._stamps[name]:
+                return False
+        except OSError:
+            return False
+        try:
+            source.chmod(READ_ONLY)
+            beside.hardlink_to(source)
+            beside.replace(path)
+        except OSError as error:
+            beside.unlink(missing_ok=True)
+            self.copied_nbytes += nbytes
+            self.why_copied = error.strerror or str(error)
+            return False
+        self.linked_nbytes += nbytes
+        return True
+
+
+def _stamp(path: Path) -> Stamp:
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns

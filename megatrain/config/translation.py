@@ -17,8 +17,7 @@ import yaml
 
 from megatrain.config.described_keys import describe_keys
 from megatrain.config.keys import Config
-from megatrain.config.load import YamlDumper, put
-from megatrain.config.renamed_keys import answer, keys_here, tables
+from megatrain.config.load import YamlDumper, answer, keys_here, put, tables
 from megatrain.errors import ConfigError
 
 TABLES = tables()

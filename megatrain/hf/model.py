@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter
 from transformers import PreTrainedModel
 
 from megatrain.errors import ConfigError, ModelError
-from megatrain.hf.refusals import refuse_dtypes
+from megatrain.hf.training_options import refuse_dtypes
 from megatrain.memory.checksum import checksum
 from megatrain.model import Masters, PretrainedSource, Progress, buffer_dtypes
 from megatrain.train.engine import Engine
@@ -393,9 +393,3 @@ def _checksum(values: Tensor) -> int:
     whole, rest = flat[: flat.size // 8 * 8], np.zeros(8, np.uint8)
     rest[: flat.size - whole.size] = flat[whole.size :]
     return checksum([whole, rest])
-
-
-__all__ = [
-    *("LazyParameter", "LazySource", "LazyModel"),
-    *("defining_module", "named_model", "forward_without_wrappers", "noisy_embeddings", "checksums", "custom_forward"),
-]

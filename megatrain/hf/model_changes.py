@@ -169,6 +169,3 @@ def refuse_changes(before: Snapshot, now: Snapshot) -> None:
             what = f"{what} has been changed {since}"
         fix = "change it before the first train() or evaluate(), or create a new trainer"
         raise ConfigError(what, where="the trainer's model", fix=fix)
-
-
-__all__ = ["Snapshot", "refuse_changes", "snapshot_of"]

@@ -149,6 +149,3 @@ class EngineOptimizer(torch.optim.Optimizer):
 
 def _listed(patterns: Sequence[str]) -> str:
     return ", ".join(map(repr, dict.fromkeys(filter(None, patterns)))) or "no pattern"
-
-
-__all__ = ["EngineOptimizer"]

@@ -37,7 +37,6 @@ from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from megatrain.hf.model import LazyModel, LazySource, checksums, forward_without_wrappers, named_model, noisy_embeddings
 from megatrain.hf.model_changes import Snapshot, refuse_changes, snapshot_of
 from megatrain.hf.optimizer import EngineOptimizer
-from megatrain.hf.refusals import refuse_class, refuse_keywords, refuse_loss, refuse_model
 from megatrain.hf.trainer_losses import (
     refuse_mean_of_means,
     refuse_other_divisor,
@@ -47,7 +46,7 @@ from megatrain.hf.trainer_losses import (
     stock_loss,
     with_weights,
 )
-from megatrain.hf.training_options import refuse_arguments
+from megatrain.hf.training_options import refuse_arguments, refuse_class, refuse_keywords, refuse_loss, refuse_model
 from megatrain.losses import LossFn
 from megatrain.model import PretrainedSource, base_of
 from megatrain.optim import AdamW, Muon, Optimizer

@@ -170,16 +170,3 @@ def router_weights(trainer: Any, count: int) -> list[float] | None:
 
 def _is_dynamic(trainer: Any) -> bool:
     return getattr(trainer.args, "loss_type", "nll") == "dft"
-
-
-__all__ = [
-    "MeanPerMicroBatch",
-    "TokenLoss",
-    "refuse_mean_of_means",
-    "refuse_other_divisor",
-    "report_to_trl",
-    "router_coefficient",
-    "router_weights",
-    "stock_loss",
-    "with_weights",
-]

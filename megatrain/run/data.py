@@ -575,6 +575,3 @@ def shortened(runs: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
         short.append((text[:left], trained))
         left -= len(text)
     return short
-
-
-__all__ = ["Corpus", "Encoding", "open_corpus", "shortened"]

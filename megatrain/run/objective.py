@@ -191,6 +191,3 @@ def _write(path: Path, said: Said) -> None:
     fix = "free some space, or choose another folder"
     with written_or_refused(path, DataError, fix, makes_folder=True) as draft:
         np.savez(draft, **said)  # type: ignore[arg-type]  # our names never equal an option's
-
-
-__all__ = ["loss_of", "take_up_reference", "without_reference"]

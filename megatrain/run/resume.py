@@ -20,7 +20,7 @@ from megatrain.checkpoint.listing import checkpoints
 from megatrain.checkpoint.load import Checkpoint
 from megatrain.checkpoint.peer_checkpoints import PeerCheckpoint
 from megatrain.config import Config, PolicySection, TrainSection
-from megatrain.config.renamed_keys import with_new_names
+from megatrain.config.load import with_new_names
 from megatrain.errors import CheckpointError, ConfigError, DataError
 from megatrain.formatting import counted
 from megatrain.model import Source, listed
@@ -30,8 +30,8 @@ from megatrain.run.existing_run import AUTO, Say, check_overwriting, has_model, 
 from megatrain.spec import Numerics
 from megatrain.system.atomic import put_all_right
 from megatrain.system.paths import usable_path
-from megatrain.train.batch_feed import Feed
-from megatrain.train.early_stopping import LowestLoss
+from megatrain.train.checkpoints import LowestLoss
+from megatrain.train.loop import Feed
 from megatrain.train.restore import optimizer_in
 
 SIZES = ("global_batch_size", "micro_batch_size", "gradient_accumulation_steps")

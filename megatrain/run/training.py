@@ -88,12 +88,10 @@ from megatrain.run.this_machine import this_machine
 from megatrain.spec import Numerics
 from megatrain.system.environment import seconds_to_stop
 from megatrain.system.locks import Claim
-from megatrain.train.batch_feed import Feed
-from megatrain.train.checkpoints import Checkpoints, found_by_first
-from megatrain.train.early_stopping import LowestLoss
+from megatrain.train.checkpoints import Checkpoints, LowestLoss, found_by_first
 from megatrain.train.engine import Engine
 from megatrain.train.events import Ended, Event, Resumed, StoppedEarly, Watcher
-from megatrain.train.loop import BetweenSteps, RunSteps, Task, train
+from megatrain.train.loop import BetweenSteps, Feed, RunSteps, Task, train
 from megatrain.train.metrics import OPTIONAL, JsonLines, Tracked, identity_of, open_tracker
 from megatrain.train.options import EngineOptions, SourceInUnits, optimizer_of, ported_of
 from megatrain.train.progress import ProgressLine, describe_model, loading, preparing, printable, show_plan, warn

@@ -25,11 +25,17 @@ from typing import Annotated
 import numpy as np
 from numpy.typing import NDArray
 
-from megatrain.checkpoint.hard_links import PreviousCheckpoint
 from megatrain.checkpoint.manifest import FileSum
 from megatrain.checkpoint.run_state import read_training
 from megatrain.checkpoint.safetensors_writer import Shard
-from megatrain.checkpoint.save import CheckpointFacts, PlannedCheckpoint, StateReader, step_folder, write_checkpoint
+from megatrain.checkpoint.save import (
+    CheckpointFacts,
+    PlannedCheckpoint,
+    PreviousCheckpoint,
+    StateReader,
+    step_folder,
+    write_checkpoint,
+)
 from megatrain.device.worker import OwningProcess
 from megatrain.dist import ALONE, World
 from megatrain.errors import CheckpointError, DamagedCheckpoint, MegaTrainError, typed_line

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from megatrain import AdamW, Engine
-from megatrain.checkpoint import hard_links, manifest
+from megatrain.checkpoint import manifest
+from megatrain.checkpoint import save as save_module
 from megatrain.checkpoint.folder import Retention, open_checkpoint, prune
 from megatrain.checkpoint.manifest import full_check
 from megatrain.checkpoint.range_writer import OpenFile
@@ -24,7 +25,7 @@ BLOCK = 1 << 10
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest, "BLOCK_NBYTES", BLOCK)
-    monkeypatch.setattr(hard_links, "SMALLEST", 1)
+    monkeypatch.setattr(save_module, "SMALLEST", 1)
 
 
 def made() -> Engine:
@@ -76,7 +77,7 @@ def test_hard_links_to_frozen_weights_survive_pruning(tmp_path: Path) -> None:
 
 
 def test_small_files_are_never_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hard_links, "SMALLEST", 1 << 20)
+    monkeypatch.setattr(save_module, "SMALLEST", 1 << 20)
     with made() as engine:
         first, second = saved(engine, tmp_path), saved(engine, tmp_path)
     assert second.shared_nbytes == 0

@@ -24,7 +24,7 @@ from megatrain.config import (
     save_config,
 )
 from megatrain.config.described_keys import section_of
-from megatrain.config.renamed_keys import keys_here, without_counterpart
+from megatrain.config.load import keys_here, without_counterpart
 from megatrain.errors import ConfigError
 from megatrain.optim import LrSchedule
 from megatrain.spec import Numerics, Policy

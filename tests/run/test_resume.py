@@ -21,7 +21,7 @@ from megatrain.checkpoint.folder import newest_sound, open_checkpoint
 from megatrain.checkpoint.listing import checkpoints, step_of
 from megatrain.checkpoint.load import Checkpoint
 from megatrain.checkpoint.range_writer import RangeWriter
-from megatrain.config.renamed_keys import tables
+from megatrain.config.load import tables
 from megatrain.errors import CheckpointError, ConfigError, DataError, NonFinite
 from megatrain.optim import Lion
 from megatrain.run.resume import as_begun, changes_between, refuse_changes
@@ -29,8 +29,8 @@ from megatrain.run.training import run_training
 from megatrain.spec import Numerics, Policy
 from megatrain.system import atomic
 from megatrain.train.async_save import Save, Saver
-from megatrain.train.batch_feed import Feed
 from megatrain.train.engine import Engine, StepOutput
+from megatrain.train.loop import Feed
 from megatrain.train.metrics import JsonLines
 from megatrain.train.restore import as_json
 from tests.run.test_training import configuration, lines, losses, train

@@ -24,7 +24,7 @@ from megatrain.dist.watch import PROMPT
 from megatrain.errors import ConfigError
 from megatrain.run import training
 from megatrain.run.evaluation import Evaluation, evaluated, scored
-from megatrain.train.early_stopping import LowestLoss
+from megatrain.train.checkpoints import LowestLoss
 from megatrain.train.events import Evaluated
 from tests.ranks import together, worlds
 from tests.run.test_preferences import dpo_run, preferences

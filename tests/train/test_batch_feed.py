@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatrain.train.batch_feed import Feed
+from megatrain.train.loop import Feed
 
 
 class Counting:

@@ -14,10 +14,10 @@ from megatrain.checkpoint.folder import Retention, open_checkpoint
 from megatrain.dist import ALONE, World
 from megatrain.errors import CheckpointError, NonFinite
 from megatrain.train.async_save import Save
-from megatrain.train.batch_feed import Feed
 from megatrain.train.checkpoints import Checkpoints, found_by_first
 from megatrain.train.engine import Engine
 from megatrain.train.events import Resumed, Saved, Warned
+from megatrain.train.loop import Feed
 from tests.ranks import together, worlds
 from tests.tiny import tiny_model
 

@@ -20,11 +20,17 @@ import numpy as np
 import pytest
 import torch
 
-from megatrain.checkpoint import hard_links, manifest, range_writer
-from megatrain.checkpoint.hard_links import PreviousCheckpoint
+from megatrain.checkpoint import manifest, range_writer
+from megatrain.checkpoint import save as save_module
 from megatrain.checkpoint.manifest import FileSum, full_check
 from megatrain.checkpoint.safetensors_writer import Shard
-from megatrain.checkpoint.save import CheckpointFacts, PlannedCheckpoint, StateReader, write_checkpoint
+from megatrain.checkpoint.save import (
+    CheckpointFacts,
+    PlannedCheckpoint,
+    PreviousCheckpoint,
+    StateReader,
+    write_checkpoint,
+)
 from megatrain.checkpoint.tensor_pieces import TensorPiece
 from megatrain.dist import World
 from megatrain.errors import CheckpointError, MegaTrainError, RankError
@@ -48,7 +54,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which most are written by several ranks, which hear of each other often."""
     monkeypatch.setattr(manifest, "BLOCK_NBYTES", BLOCK)
     monkeypatch.setattr(save_from_ranks, "AT_ONCE_NBYTES", 1 << 16)
-    monkeypatch.setattr(hard_links, "SMALLEST", 1)
+    monkeypatch.setattr(save_module, "SMALLEST", 1)
 
 
 @cache
