@@ -497,8 +497,8 @@ class RaceDetector:
     orders, whichever ran first and whatever the result. So one run finds every missing wait between its ops.
 
     Every piece of work has a vector clock: for each stream, how much of it is known to have finished before the work
-    began (Lamport 1978; Mattern 1989; per access as in FastTrack, Flanagan and Freund 2009). Order comes from a stream's
-    queue, from the events that work waits for, and from what the main thread had waited for at submission.
+    began (Lamport 1978; Mattern 1989; per access as in FastTrack, Flanagan and Freund 2009). Order comes from a
+    stream's queue, from the events that work waits for, and from what the main thread had waited for at submission.
     """
 
     def __init__(self) -> None:

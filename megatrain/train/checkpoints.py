@@ -35,8 +35,8 @@ ASSUMED_BANDWIDTH = 0.5e9
 
 @dataclass
 class LowestLoss:
-    """The lowest validation loss, and whether patience has run out. It is saved in checkpoints, so a run that resumes or
-    rolls back counts as if it had never stopped.
+    """The lowest validation loss, and whether patience has run out. It is saved in checkpoints, so a run that resumes
+    or rolls back counts as if it had never stopped.
 
     patience: evaluations in a row without improvement that end the run; `None` never ends it. threshold: minimum
     decrease of the loss that counts as improvement. of: what is measured, and with which loss.

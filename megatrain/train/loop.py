@@ -260,8 +260,8 @@ class Loader(Protocol):
 class Feed:
     """Steps from a loader, without the draws to skip, and a position that can be saved.
 
-    A draw is one `next` of the loader, counted from the start of the run. After a rollback, draws that gave a non-finite
-    step are skipped when they come again, in a resumed run too.
+    A draw is one `next` of the loader, counted from the start of the run. After a rollback, draws that gave a
+    non-finite step are skipped when they come again, in a resumed run too.
     """
 
     def __init__(self, loader: Loader) -> None:
