@@ -25,8 +25,7 @@ from megatrain.plan import available_threads
 from megatrain.system.paths import lies_within, parsed_json
 
 # The checksum is the disk tier's (`memory.checksum`): 64 bits, certain to detect any change inside one word, and at
-# memory bandwidth, which matters since it is computed during training (measured: 15 GB/s per core, against 1.6 for
-# CRC-32 and 0.2 for SHA-256). It is part of the format. One per block lets several threads check a file, and locates
+# memory bandwidth, which matters since it is computed during training. It is part of the format. One per block lets several threads check a file, and locates
 # damage.
 
 

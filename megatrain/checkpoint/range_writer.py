@@ -2,10 +2,10 @@
 
 Data is copied into buffers of one block, the unit of checksums, so that the caller's memory is free at once; a thread
 checksums and writes each buffer. Ranges that follow each other share one. Whole sectors are written past the page cache
-(direct I/O), which does not take host memory from others and is quicker: measured on two cores, 1.4 GB/s against 0.3
-with as many threads and 1.1 with one. Where a file system refuses, and for what is not whole sectors, the page cache is
-used. Space is preallocated if the file system can, so that a full disk is noticed before anything is written; unless
-the file system would compress it otherwise, for which writes have to go through the page cache, too.
+(direct I/O), which does not take host memory from others. Where a file system refuses, and for what is not whole
+sectors, the page cache is used. Space is preallocated if the file system can, so that a full disk is noticed before
+anything is written; unless the file system would compress it otherwise, for which writes have to go through the page
+cache, too.
 
 A block that one process has written in one piece has that piece's checksum. Any other block is read back once
 everything is written and synced: its pieces must fill it and match their checksums, which are of what was in memory.
