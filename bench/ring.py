@@ -73,10 +73,7 @@ def found(model: ModelSpec, policy: Policy, work: Work, hardware: Hardware) -> F
 
 def rows(layers: int, tokens: int, micro_batches: Sequence[int]) -> list[str]:
     model, hardware = llama_shape("8B", layers, 4096), machine("h200")
-    lines = [
-        "| micro-batches | kept | policy | weights | step | of an infinite bus |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = ["| micro-batches | kept | policy | weights | step | of an infinite bus |", "|---|---|---|---|---|---|"]
     words: dict[str, ActivationPlan] = {"inputs": "recompute", "graphs": "keep"}
     for count, (kept, plan), name in product(micro_batches, words.items(), POLICIES):
         work = Work((tokens,) * count, min(tokens, 4096))
@@ -109,10 +106,7 @@ def _by_expert(param: ParamSpec) -> ParamSpec:
 
 def plans() -> dict[str, list[str]]:
     least = ["| model | least device memory, without | with a ring |", "|---|---|---|"]
-    quickest = [
-        "| model | device | without | with | gain | micro-batch | chosen |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    quickest = ["| model | device | without | with | gain | micro-batch | chosen |", "|---|---|---|---|---|---|---|"]
     for name, model in planned_shapes().items():
         hardware = replace(machine("rtx-4090"), host_nbytes=ENOUGH_HOST)
         question = Question(model, hardware, PLANNED_TOKENS, 4096)

@@ -12,14 +12,7 @@ from megatrain.plan import Plan, Question, find_plan, machine
 
 LENGTH = 8192
 MODELS = {"8B": llama_shape("8B", 32, 4096), "70B": llama_shape("70B", 80, 8192)}
-CASES = (
-    ("8B", "rtx-4090"),
-    ("8B", "rtx-5090"),
-    ("8B", "a100-sxm"),
-    ("8B", "h100"),
-    ("8B", "gh200"),
-    ("70B", "h100"),
-)
+CASES = (("8B", "rtx-4090"), ("8B", "rtx-5090"), ("8B", "a100-sxm"), ("8B", "h100"), ("8B", "gh200"), ("70B", "h100"))
 
 
 def _shown(plan: Plan) -> str:

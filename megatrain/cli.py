@@ -66,11 +66,7 @@ def _path(to_write: Literal["", "folder", "file"] = "") -> Any:
 
 
 app = typer.Typer(
-    cls=_Verbs,
-    invoke_without_command=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
+    cls=_Verbs, invoke_without_command=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
 )
 
 
@@ -191,8 +187,7 @@ def _become_torchrun(ranks: int, *arguments: str) -> NoReturn:
 
 
 BaseName = Annotated[
-    str | None,
-    typer.Option(help="Base of the adapter, if it is not where the adapter says it is.", callback=_path()),
+    str | None, typer.Option(help="Base of the adapter, if it is not where the adapter says it is.", callback=_path())
 ]
 AdapterName = Annotated[
     str | None, typer.Option(help="Train an adapter on the frozen model: lora, lora:16 or lora:16:all-linear.")
@@ -230,8 +225,7 @@ def _init(
     precision: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
     source: Annotated[
-        str | None,
-        typer.Option("--from", help="LLaMA-Factory YAML to translate.", callback=_path()),
+        str | None, typer.Option("--from", help="LLaMA-Factory YAML to translate.", callback=_path())
     ] = None,
 ) -> None:
     """Write a configuration from a few answers, and plan it. Asks for what is not given."""

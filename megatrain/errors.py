@@ -153,14 +153,7 @@ class RaceDetected(DeviceError):
     """
 
     def __init__(
-        self,
-        what: str,
-        *,
-        buffer: str,
-        start: int,
-        stop: int,
-        content: object,
-        tasks: tuple[object, object],
+        self, what: str, *, buffer: str, start: int, stop: int, content: object, tasks: tuple[object, object]
     ) -> None:
         super().__init__(what, fix="the one that comes later in the schedule must wait for the other")
         self.buffer, self.start, self.stop, self.content, self.tasks = buffer, start, stop, content, tasks

@@ -128,12 +128,7 @@ Masters = Callable[[str, int, int], NDArray[np.float32]]
 be valid until the next call."""
 
 
-def export_pieces(
-    ported: PortedModel,
-    masters: Masters,
-    folder: str | Path,
-    **options: Unpack[ExportOptions],
-) -> Path:
+def export_pieces(ported: PortedModel, masters: Masters, folder: str | Path, **options: Unpack[ExportOptions]) -> Path:
     """Write a Hugging Face folder for `from_pretrained`, replacing a model that is already there.
 
     Returns the folder, absolute and with symbolic links resolved. Raises `ExportError`, changing nothing, if
@@ -193,11 +188,7 @@ def exported_pieces(written: Written, masters: Masters) -> Iterator[TensorPiece]
 
 
 def _write_weights(
-    written: Written,
-    masters: Masters,
-    folder: Path,
-    shards: list[Shard],
-    progress: Callable[[int, int], None] | None,
+    written: Written, masters: Masters, folder: Path, shards: list[Shard], progress: Callable[[int, int], None] | None
 ) -> None:
     tensors = [*_ours(written), *_copied(written)]
     total, done = sum(tensor.nbytes for tensor in tensors), 0

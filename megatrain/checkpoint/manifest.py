@@ -25,8 +25,8 @@ from megatrain.plan import available_threads
 from megatrain.system.paths import lies_within, parsed_json
 
 # The checksum is the disk tier's (`memory.checksum`): 64 bits, certain to detect any change inside one word, and at
-# memory bandwidth, which matters since it is computed during training. It is part of the format. One per block lets several threads check a file, and locates
-# damage.
+# memory bandwidth, which matters since it is computed during training. It is part of the format. One per block lets
+# several threads check a file, and locates damage.
 
 
 BLOCK_NBYTES = 4 << 20

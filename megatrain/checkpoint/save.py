@@ -266,11 +266,7 @@ def moments_of(param: ParamSpec) -> list[WrittenTensor]:
 
 
 def _write_arrays(
-    planned: PlannedCheckpoint,
-    files: Sequence[Shard],
-    state: StateReader,
-    folder: Path,
-    progress: Progress | None,
+    planned: PlannedCheckpoint, files: Sequence[Shard], state: StateReader, folder: Path, progress: Progress | None
 ) -> Mapping[str, FileSum]:
     """Write these files of weights and moments from the state of all units, and return their checksums."""
     tensors = [*planned.tensors, *planned.moment_tensors]

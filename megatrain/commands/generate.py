@@ -140,11 +140,7 @@ def _own_template(model: GenerationModel) -> ChatTemplate:
 
 
 def _say(
-    model: GenerationModel,
-    engine: Engine,
-    ids: Sequence[int],
-    sampling: Sampling,
-    heard: Callable[[str], None],
+    model: GenerationModel, engine: Engine, ids: Sequence[int], sampling: Sampling, heard: Callable[[str], None]
 ) -> Spoken:
     pieces: list[str] = []
 

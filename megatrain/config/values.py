@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    NonNegativeFloat,
-    Strict,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, Strict
 
 from megatrain.errors import ConfigError
 from megatrain.system.paths import usable_path

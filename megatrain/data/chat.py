@@ -20,14 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from megatrain.data.assistant_turns import (
-    RenderError,
-    Span,
-    Turns,
-    UnclearTurn,
-    text_after_last_turn,
-    text_of_next,
-)
+from megatrain.data.assistant_turns import RenderError, Span, Turns, UnclearTurn, text_after_last_turn, text_of_next
 from megatrain.data.images import as_parts
 from megatrain.data.messages import Message, Tool
 from megatrain.data.sample_formats import Sample
@@ -122,10 +115,7 @@ class ChatTemplate:
 
 
 def choose_template(
-    tokenizer: Tokenizer,
-    choice: str = "model",
-    values: Mapping[str, Any] | None = None,
-    moment: datetime | None = None,
+    tokenizer: Tokenizer, choice: str = "model", values: Mapping[str, Any] | None = None, moment: datetime | None = None
 ) -> ChatTemplate:
     """The template called `choice`: `model` (the model's own), `trl` (TRL's variant of it), `chatml`, `none`, or the
     path of a file.
@@ -383,9 +373,4 @@ def _with_content(message: Message) -> Message:
     return {"content": "", **message}
 
 
-CALL_SHAPES: tuple[Shape, ...] = (
-    (),
-    (_with_json_arguments,),
-    (_with_content,),
-    (_with_json_arguments, _with_content),
-)
+CALL_SHAPES: tuple[Shape, ...] = ((), (_with_json_arguments,), (_with_content,), (_with_json_arguments, _with_content))

@@ -44,13 +44,7 @@ from megatrain.data.files import (
 )
 from megatrain.errors import DataError, SampleError, first_line
 from megatrain.system import hub_client
-from megatrain.system.paths import (
-    may_be_hub_name,
-    missing,
-    nearest_path,
-    read_json,
-    usable_path,
-)
+from megatrain.system.paths import may_be_hub_name, missing, nearest_path, read_json, usable_path
 
 Bad: TypeAlias = Literal["stop", "leave_out"]
 """What happens to an unusable sample: its error stops the run, or it is left out and counted."""

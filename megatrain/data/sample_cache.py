@@ -261,12 +261,7 @@ EncodingProgress: TypeAlias = Callable[[str, int, int | None], None]
 
 
 def prepare_samples(
-    source: Source,
-    encoder: Encoder,
-    *,
-    cache: Path,
-    bad: Bad = "stop",
-    progress: EncodingProgress | None = None,
+    source: Source, encoder: Encoder, *, cache: Path, bad: Bad = "stop", progress: EncodingProgress | None = None
 ) -> SampleFile:
     """The encoded samples of `source`, from the folder `cache` if it has them; otherwise encoded and stored there.
 
@@ -327,11 +322,7 @@ def holds_unpaired(file: SampleFile) -> bool:
 
 
 def _encoded(
-    source: Source,
-    encoder: Encoder,
-    statistics: Statistics,
-    details: dict[str, Any],
-    tell: Callable[[int], None],
+    source: Source, encoder: Encoder, statistics: Statistics, details: dict[str, Any], tell: Callable[[int], None]
 ) -> Iterator[EncodedSample]:
     """The encoded samples of `source`. Fills `statistics`, and `details` at its end. tell: is called with the number of
     rows so far."""

@@ -65,10 +65,7 @@ FIELDS: dict[Format, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "text": (("text",), ()),
     "unpaired": (
         ("label",),
-        (
-            *("prompt", "completion", "messages", "conversations", "instruction", "input", "output", "history"),
-            *CONTEXT,
-        ),
+        (*("prompt", "completion", "messages", "conversations", "instruction", "input", "output", "history"), *CONTEXT),
     ),
 }
 KNOWN_FIELDS = tuple(sorted({name for fields in FIELDS.values() for names in fields for name in names}))
@@ -435,12 +432,7 @@ def _with_switches(sample: Sample, row: SourceRow) -> Sample:
             what = f"{ONLY_LAST!r} is {only_last!r}, not true or false"
             raise SampleError(what, reason=f"malformed {ONLY_LAST!r}", where=row.place, fix="correct it")
         off |= {*(answers[:-1] if as_label(only_last) else ())}
-    return replace(
-        sample,
-        messages=messages,
-        untrained=sample.untrained | off,
-        says_untrained=bool(off),
-    )
+    return replace(sample, messages=messages, untrained=sample.untrained | off, says_untrained=bool(off))
 
 
 def _with_system(messages: Sequence[Message], row: SourceRow, schema: Schema) -> tuple[Message, ...]:

@@ -15,16 +15,7 @@ from megatrain.engine.autograd import GradientDestination, graph_without_tensors
 from megatrain.engine.batch import TEXT_ENTRIES
 from megatrain.engine.context import NOTHING, OpContext
 from megatrain.engine.resumable_call import NO_PAUSES
-from megatrain.engine.step_state import (
-    KeptGraph,
-    StepState,
-    bytes_of,
-    declares,
-    input_in,
-    pack,
-    unpack,
-    weights_in,
-)
+from megatrain.engine.step_state import KeptGraph, StepState, bytes_of, declares, input_in, pack, unpack, weights_in
 from megatrain.engine.weights import BoundWeights, save_weights_by_name
 from megatrain.errors import ModelError
 from megatrain.memory import Lease

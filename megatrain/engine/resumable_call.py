@@ -222,10 +222,7 @@ class _ReadWatcher(Uses):
 
 
 def resumable_calls(
-    schedule: Schedule,
-    layouts: Sequence[Layout],
-    alongside: Alongside,
-    run: Run,
+    schedule: Schedule, layouts: Sequence[Layout], alongside: Alongside, run: Run
 ) -> dict[int, ResumableCall]:
     """Place of each phase's op in the schedule -> its call, of the calls that the schedule has cut into phases."""
     calls: dict[int, ResumableCall] = {}

@@ -257,11 +257,7 @@ class Streamed:
             return super().evaluation_loop(*arguments, **keywords)  # type: ignore[misc]
 
     def prediction_step(
-        self,
-        model: Any,
-        inputs: Mapping[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
+        self, model: Any, inputs: Mapping[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Loss, logits and labels of a batch; the last two only if needed. A batch without a target has no loss. Losses
         of several ranks are scaled so that their mean is the mean over tokens."""

@@ -1,14 +1,7 @@
 """Splits Hugging Face causal language models into units that can stream. The only room that imports `transformers`
 (besides `data`, for tokenizers)."""
 
-from megatrain.model.adapters import (
-    AdaptedSource,
-    base_of,
-    load_trained,
-    lora_config,
-    lora_named,
-    pretrained_source,
-)
+from megatrain.model.adapters import AdaptedSource, base_of, load_trained, lora_config, lora_named, pretrained_source
 from megatrain.model.carried import WrittenTensor, carried_by
 from megatrain.model.checkpoint_names import Written, written_of, written_parameters, written_precision
 from megatrain.model.forward_arguments import Arguments
@@ -24,15 +17,7 @@ from megatrain.model.pretrained import PretrainedSource, non_finite_weights
 from megatrain.model.saved_activations import Answering, Keeping, Stored
 from megatrain.model.split_into_units import buffer_dtypes, port_model, refuse_other_kinds
 from megatrain.model.weight_reads import Uses, is_wrapped
-from megatrain.model.weight_sources import (
-    Fills,
-    InFiles,
-    Masters,
-    ModelSource,
-    Progress,
-    Source,
-    listed,
-)
+from megatrain.model.weight_sources import Fills, InFiles, Masters, ModelSource, Progress, Source, listed
 
 __all__ = [
     "AdaptedSource",

@@ -80,10 +80,7 @@ def read_config(
         if stated is not None and "auto_map" not in stated:  # otherwise its own code defines the type
             _known_kind(stated.get("model_type"), where)
         config: PreTrainedConfig = AutoConfig.from_pretrained(
-            name,
-            local_files_only=is_local(name),
-            trust_remote_code=trust_remote_code,
-            revision=revision or "main",
+            name, local_files_only=is_local(name), trust_remote_code=trust_remote_code, revision=revision or "main"
         )
         return config
 

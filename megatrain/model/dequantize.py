@@ -143,11 +143,7 @@ class _Dequantize(ConversionOps):
         return self  # it has no state, and the library copies the operation for each tensor
 
     def convert(
-        self,
-        input_dict: dict[str, Any],
-        source_patterns: list[str],
-        target_patterns: list[str],
-        **given: Any,
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **given: Any
     ) -> dict[str, Any]:
         full_layer_name, model = given["full_layer_name"], given["model"]
         owner, _, key = full_layer_name.rpartition(".")

@@ -32,12 +32,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from megatrain.errors import ModelError
 from megatrain.system import hub_client
-from megatrain.system.paths import (
-    read_json,
-    refuse_impossible_model,
-    shown,
-    usable_path,
-)
+from megatrain.system.paths import read_json, refuse_impossible_model, shown, usable_path
 
 ADAPTER = "adapter_config.json"
 """What peft writes instead of a config.json."""

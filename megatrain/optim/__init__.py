@@ -26,14 +26,7 @@ from megatrain.optim.muon import (
     orthogonalize_flops,
     orthogonalize_nbytes,
 )
-from megatrain.optim.optimizer import (
-    Optimizer,
-    StepScalars,
-    described,
-    kind_named,
-    optimizer_from,
-    update_on_host,
-)
+from megatrain.optim.optimizer import Optimizer, StepScalars, described, kind_named, optimizer_from, update_on_host
 from megatrain.optim.split_master import HostArrays, StateArrays, join, join_into, split, split_into
 
 __all__ = [

@@ -236,11 +236,7 @@ def as_begun(world: World, begun: Mapping[str, Any] | None) -> Mapping[str, Any]
 
 
 def largest_image_row(
-    config: Config,
-    tokenizer: Tokenizer,
-    vocabulary: int,
-    model: Any,
-    encoding: Encoding,
+    config: Config, tokenizer: Tokenizer, vocabulary: int, model: Any, encoding: Encoding
 ) -> dict[str, Any] | None:
     """The sample of a run whose images have the most tokens, as arguments of the model's forward: one padded row of
     `data.sequence_length`. `None` if there are no images. Arguments and errors: as for `open_corpus`;

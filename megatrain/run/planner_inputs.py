@@ -61,11 +61,7 @@ def optimizer_for(train: TrainSection) -> Optimizer:
 
 
 def question_of(
-    config: Config,
-    spec: ModelSpec,
-    hardware: Hardware,
-    overrides: Mapping[str, Any],
-    values_per_token: float = 0.0,
+    config: Config, spec: ModelSpec, hardware: Hardware, overrides: Mapping[str, Any], values_per_token: float = 0.0
 ) -> Question:
     """The planning question of one rank. overrides: policy fields in addition to `config.policy`'s. values_per_token:
     see `Work`.

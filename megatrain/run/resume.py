@@ -45,13 +45,7 @@ BY_ROWS = "rows"
 FREE = (
     *("output", "trace", "resume", "accept_changes", "checkpoint", "memory", "disk", "lm_eval"),
     *("data.cache", "data.workers"),
-    *(
-        "model.verify",
-        "model.trust_remote_code",
-        "train.hardware",
-        "train.log_every",
-        "train.stall_seconds",
-    ),
+    *("model.verify", "model.trust_remote_code", "train.hardware", "train.log_every", "train.stall_seconds"),
     *("data.validation", "data.validation_split", "train.eval_every", "train.eval_batches", "train.metrics"),
     *("train.early_stopping_patience", "train.early_stopping_threshold"),
     *("train.sample_every", "train.sample_prompts", "train.sample_tokens"),

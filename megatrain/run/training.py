@@ -245,12 +245,7 @@ class _Run:
 
 
 def _looked_at(
-    config: Config,
-    tokenizer: Tokenizer,
-    model: Any,
-    ranks: Ranks,
-    console: Console,
-    resumed: Checkpoint | None,
+    config: Config, tokenizer: Tokenizer, model: Any, ranks: Ranks, console: Console, resumed: Checkpoint | None
 ) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
     """What the run began with (`as_begun`); and the row with the largest images, if it has any, for the plan. Their
     samples are encoded here."""
@@ -482,13 +477,7 @@ def _checkpoints(
 
 
 def _show(
-    config: Config,
-    engine: Engine,
-    split: SourceInUnits,
-    corpus: Corpus,
-    plan: Plan,
-    console: Console,
-    steps: int,
+    config: Config, engine: Engine, split: SourceInUnits, corpus: Corpus, plan: Plan, console: Console, steps: int
 ) -> Facts:
     """Print a summary of the run before it starts, and return it."""
     train, world = config.train, engine.world

@@ -232,12 +232,7 @@ class Checkpoints:
         training = {"step": step, "data": self.feed.state(), "validation": self.lowest.state(), **self.facts}
         score = self._score[1] if self._score is not None and self._score[0] == step else None
         self._save = self.engine.save(
-            self.folder,
-            training,
-            step=step,
-            score=score,
-            write_more=self.write_more,
-            then=lambda _: self._prune(),
+            self.folder, training, step=step, score=score, write_more=self.write_more, then=lambda _: self._prune()
         )
         return self._save
 

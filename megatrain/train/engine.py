@@ -21,13 +21,7 @@ from megatrain.checkpoint.load import Checkpoint
 from megatrain.checkpoint.save import CheckpointFacts
 from megatrain.device import Device, open_device, timed
 from megatrain.dist import ALONE
-from megatrain.engine import (
-    KeepLogProbs,
-    LossFn,
-    MicroBatch,
-    StepResult,
-    check_inputs,
-)
+from megatrain.engine import KeepLogProbs, LossFn, MicroBatch, StepResult, check_inputs
 from megatrain.engine.batch import check_arguments, check_mapping, model_entries
 from megatrain.errors import CheckpointError, ConfigError, MegaTrainError, PlanError
 from megatrain.formatting import amount
@@ -199,11 +193,7 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
     @classmethod
     @on_the_cpu()
     def from_source(
-        cls,
-        source: Source | SourceInUnits,
-        *,
-        progress: Progress | None = None,
-        **options: Unpack[EngineOptions],
+        cls, source: Source | SourceInUnits, *, progress: Progress | None = None, **options: Unpack[EngineOptions]
     ) -> Engine:
         """An engine for any source of structure and weights; options and errors as for `from_model`.
 

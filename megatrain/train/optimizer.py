@@ -543,10 +543,7 @@ class GradientCollector:
     """
 
     def __init__(
-        self,
-        model: ModelSpec,
-        before_update: Callable[[int], None] = lambda unit: None,
-        store: Store | None = None,
+        self, model: ModelSpec, before_update: Callable[[int], None] = lambda unit: None, store: Store | None = None
     ) -> None:
         self._before_update, self._units = before_update, model.units
         self._together = store.together if store is not None and model.ranks > 1 else None

@@ -151,10 +151,7 @@ def test_the_index_names_every_tensor_and_its_sums_are_right(tmp_path: Path) -> 
             inside |= dict.fromkeys(opened.keys(), file.name)
         assert file.stat().st_size < 10_000 + 3_000, "tensors within the limit, and a header"
     assert index["weight_map"] == inside
-    assert index["metadata"] == {
-        "total_parameters": model.num_parameters(),
-        "total_size": 2 * model.num_parameters(),
-    }
+    assert index["metadata"] == {"total_parameters": model.num_parameters(), "total_size": 2 * model.num_parameters()}
 
 
 def test_a_tensor_larger_than_a_file_has_one_of_its_own(llama: Any, tmp_path: Path) -> None:

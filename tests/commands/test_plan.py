@@ -155,11 +155,7 @@ def test_a_config_plan_shows_every_section(config: str, tmp_path: Path) -> None:
     text = shown(config, attention="eager", sequence_length=512, trace=str(trace), json=str(content))
     for words in (
         *("tiny-llama", "NVIDIA RTX 4090", "optimizer state", "tokens/s", "MFU"),
-        *(
-            "hide behind compute from about",
-            "planned, not measured",
-            "less than 1% each: ",
-        ),
+        *("hide behind compute from about", "planned, not measured", "less than 1% each: "),
         "eager",
     ):
         assert words in text, words

@@ -14,15 +14,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.config import (
-    Config,
-    PolicySection,
-    Section,
-    TrainSection,
-    describe_keys,
-    load_config,
-    save_config,
-)
+from megatrain.config import Config, PolicySection, Section, TrainSection, describe_keys, load_config, save_config
 from megatrain.config.described_keys import section_of
 from megatrain.config.load import keys_here, without_counterpart
 from megatrain.errors import ConfigError

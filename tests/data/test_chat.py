@@ -23,17 +23,7 @@ from megatrain.data.encode import EncodeOptions, Encoder, Statistics, encode_sam
 from megatrain.data.sample_formats import Sample
 from megatrain.data.tokenizer import Tokenizer, encode_with_offsets
 from megatrain.errors import DataError, SampleError
-from tests.data.chats import (
-    TOOL,
-    answer,
-    assistant,
-    byte_tokenizer,
-    call,
-    chat,
-    special_tokens,
-    template_text,
-    user,
-)
+from tests.data.chats import TOOL, answer, assistant, byte_tokenizer, call, chat, special_tokens, template_text, user
 
 CHATML = r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)"
 LLAMA3 = r"<\|start_header_id\|>assistant<\|end_header_id\|>\n\n(.*?<\|eot_id\|>)"

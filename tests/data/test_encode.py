@@ -10,14 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.data.encode import (
-    EncodedSample,
-    EncodeOptions,
-    Encoder,
-    Statistics,
-    encode_samples,
-    render_example,
-)
+from megatrain.data.encode import EncodedSample, EncodeOptions, Encoder, Statistics, encode_samples, render_example
 from megatrain.data.read_rows import LeftOut
 from megatrain.data.sample_formats import Sample
 from megatrain.data.tokenizer import END_OF_TEXT, load_tokenizer

@@ -102,15 +102,7 @@ def test_each_seed_and_epoch_has_a_fixed_order() -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [
-        ("version", 0),
-        ("seed", 8),
-        ("dataset", "another"),
-        ("window", 5),
-        ("first", 1),
-        ("windows", 11),
-        ("seed", None),
-    ],
+    [("version", 0), ("seed", 8), ("dataset", "another"), ("window", 5), ("first", 1), ("windows", 11), ("seed", None)],
 )
 def test_another_runs_state_is_refused_without_side_effects(folder: Path, key: str, value: Any) -> None:
     loader = Loader(windows_of(folder, 10), micro_batch=2, micro_batches=1, seed=7)

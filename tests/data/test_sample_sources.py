@@ -230,11 +230,7 @@ def test_a_folder_is_read_in_order_and_skipped_files_are_counted(tmp_path: Path)
         "b.jsonl:1",
         "words.txt",
     ]
-    assert left_out.counts == {
-        "empty file": 2,
-        "file of another kind": 1,
-        "hidden in a folder": 1,
-    }
+    assert left_out.counts == {"empty file": 2, "file of another kind": 1, "hidden in a folder": 1}
     assert f"1 file of another kind (first: {tmp_path}/picture.png)" in left_out.lines()
 
 

@@ -98,8 +98,7 @@ def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "note",
-    ["", "[]", "{}", '{"dtype": "float32"}', '{"dtype": []}', '{"dtype": "uint16", "vocab_size": "x"}'],
+    "note", ["", "[]", "{}", '{"dtype": "float32"}', '{"dtype": []}', '{"dtype": "uint16", "vocab_size": "x"}']
 )
 def test_malformed_metadata_is_refused(tmp_path: Path, note: str) -> None:
     (tmp_path / "x.bin").write_bytes(b"1234")

@@ -96,9 +96,7 @@ def test_a_model_keeps_its_own_template() -> None:
     assert choose_template(tokenizer_of("qwen3"), "none").saved_text != own
 
 
-def test_templates_with_generation_marks_are_kept_and_unknown_ones_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_templates_with_generation_marks_are_kept_and_unknown_ones_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     marked = byte_tokenizer("lfm2_5")
     assert choose_template(marked, "trl").text(()) == template_text("lfm2_5")
     with pytest.raises(DataError, match=r"^data.chat_template: TRL has no training template .*; leave the key out"):

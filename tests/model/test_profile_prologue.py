@@ -29,9 +29,7 @@ def test_unsupported_row_counts_are_skipped(monkeypatch: pytest.MonkeyPatch) -> 
     assert [name for name, _ in found.others] == ["padded"]
 
 
-def test_counting_errors_are_not_taken_for_unsupported_rows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_counting_errors_are_not_taken_for_unsupported_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     ported = port_model(tiny_model("llama"), torch.float32)
 
     def packed(rows: int, tokens: int) -> dict[str, torch.Tensor]:

@@ -99,9 +99,7 @@ def test_a_run_is_told_of_a_file_system_that_compresses(
     assert disk is not None
     assert len(planner_inputs.describe_disk(disk, section)) == 1
     monkeypatch.setattr(planner_inputs, "compresses_what_is_not_preallocated", lambda _: True)
-    assert planner_inputs.describe_disk(disk, section)[1:] == [
-        ("compression", f"the file system of {tmp_path} {told}"),
-    ]
+    assert planner_inputs.describe_disk(disk, section)[1:] == [("compression", f"the file system of {tmp_path} {told}")]
     disk.provide({"a": (1 << 16, "a")})
     assert (os.fstat(disk._files[0].number).st_blocks > 0) == preallocate
     disk.close()

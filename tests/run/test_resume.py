@@ -41,10 +41,7 @@ STEPS = 6
 
 def config_of(tmp_path: Path, name: str = "run", resume: str | None = None, **changed: Any) -> Any:
     """A run of six steps with dropout; a keyword `resume` as the top-level key."""
-    model = {
-        "config": BYTE_LLAMA | {"attention_dropout": 0.2},
-        "verify": False,
-    }
+    model = {"config": BYTE_LLAMA | {"attention_dropout": 0.2}, "verify": False}
     top = {key: changed.pop(key) for key in ("accept_changes",) if key in changed}
     sections = {
         "model": model,

@@ -36,12 +36,7 @@ def streamed(tmp_path: Path, name: str, steps: int, **more: Any) -> Any:
                 for n in range(part, 30, 2)]  # fmt: skip
         rows.append({"messages": []})
         (tmp_path / "rows" / f"train-{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = {
-        "sources": [str(tmp_path / "rows")],
-        "streaming": True,
-        "chat_template": "none",
-        "bad_samples": "leave_out",
-    }
+    data = {"sources": [str(tmp_path / "rows")], "streaming": True, "chat_template": "none", "bad_samples": "leave_out"}
     schedule = {"steps": steps, "lr_scheduler": "constant"}
     return config_of(tmp_path, name, data=data, train=schedule, **more)
 

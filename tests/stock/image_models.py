@@ -50,18 +50,12 @@ def _squares(generator: torch.Generator) -> dict[str, Tensor]:
 
 def _sized(generator: torch.Generator) -> dict[str, Tensor]:
     """One image of 8 x 16 pixels, with its size."""
-    return {
-        "pixel_values": torch.randn(1, 3, 8, 16, generator=generator),
-        "image_sizes": torch.tensor([[8, 16]]),
-    }
+    return {"pixel_values": torch.randn(1, 3, 8, 16, generator=generator), "image_sizes": torch.tensor([[8, 16]])}
 
 
 def _patches(generator: torch.Generator) -> dict[str, Tensor]:
     """The four patches of one image, flat, and their grid."""
-    return {
-        "pixel_values": torch.randn(4, 48, generator=generator),
-        "image_grid_thw": torch.tensor([[1, 2, 2]]),
-    }
+    return {"pixel_values": torch.randn(4, 48, generator=generator), "image_grid_thw": torch.tensor([[1, 2, 2]])}
 
 
 def _kimi(generator: torch.Generator) -> dict[str, Tensor]:
@@ -69,10 +63,7 @@ def _kimi(generator: torch.Generator) -> dict[str, Tensor]:
 
 
 def _inkling(generator: torch.Generator) -> dict[str, Tensor]:
-    return {
-        "pixel_values": torch.randn(1, 8, 8, 3, generator=generator),
-        "image_grid_thw": torch.tensor([[1, 1, 1]]),
-    }
+    return {"pixel_values": torch.randn(1, 8, 8, 3, generator=generator), "image_grid_thw": torch.tensor([[1, 1, 1]])}
 
 
 def _lfm(generator: torch.Generator) -> dict[str, Tensor]:
@@ -84,10 +75,7 @@ def _lfm(generator: torch.Generator) -> dict[str, Tensor]:
 
 
 def _gemma4(generator: torch.Generator) -> dict[str, Tensor]:
-    return {
-        "pixel_values": torch.rand(1, 1, 192, generator=generator),
-        "image_position_ids": torch.tensor([[[0, 0]]]),
-    }
+    return {"pixel_values": torch.rand(1, 1, 192, generator=generator), "image_position_ids": torch.tensor([[[0, 0]]])}
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,7 @@ from tests.tiny import VOCAB, stock_gradients, tiny_model, unequal_batches
 BATCHES = unequal_batches()
 IDS = BATCHES[1]["input_ids"]
 ADAMW: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-4, "weight_decay": 0.0}
-OPTIONS: dict[str, Any] = {
-    "precision": "fp32",
-    "optimizer": AdamW(**ADAMW),
-    "max_grad_norm": None,
-    "verify": False,
-}
+OPTIONS: dict[str, Any] = {"precision": "fp32", "optimizer": AdamW(**ADAMW), "max_grad_norm": None, "verify": False}
 TOLERANCE = 1e-5
 RESIZED = VOCAB + 8
 EMBED, HEAD = "embed_tokens", "lm_head"

@@ -12,11 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megatrain.model import PretrainedSource, port_model
@@ -46,10 +42,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**ORDINARY, "rope_theta": 500000.0, "rope_scaling": LLAMA3},
         {"rope_theta": 500000.0, "rope_scaling": LLAMA3},
     ),
-    "qwen2": (
-        {**ORDINARY, "model_type": "qwen2", "rope_theta": 1e6},
-        {"rope_theta": 1e6, "rope_scaling": None},
-    ),
+    "qwen2": ({**ORDINARY, "model_type": "qwen2", "rope_theta": 1e6}, {"rope_theta": 1e6, "rope_scaling": None}),
     "qwen3-moe": (
         {**FAMILIES["qwen3-moe"], "rope_theta": 1e6, "rope_scaling": YARN},
         {"num_experts": 8, "rope_theta": 1e6, "rope_scaling": YARN},
@@ -60,11 +53,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             **{"sliding_window_pattern": 2, "rope_theta": 2e6, "rope_local_base_freq": 5000.0},
             "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         },
-        {
-            "rope_theta": 2e6,
-            "rope_local_base_freq": 5000.0,
-            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-        },
+        {"rope_theta": 2e6, "rope_local_base_freq": 5000.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
     ),
     "phi3": (
         {

@@ -59,14 +59,7 @@ ROWS = [
     chat({"id": 7, "limit": {"from": None, "to": [None, {"a": None}]}}),
     chat({"id": "1e3", "number": 1e3, "one": 1.0, "price": 0.7}),
     chat({"id": "null", "empty": {}, "list": [], "text": ""}),
-    chat(
-        {
-            "id": True,
-            "z": 1,
-            "a": 2,
-            "ä\u2028": "é\\u00e9\u2028\x85\n\t\U0001f600",
-        }
-    ),
+    chat({"id": True, "z": 1, "a": 2, "ä\u2028": "é\\u00e9\u2028\x85\n\t\U0001f600"}),
     chat({"id": 2**53 + 1, "large": 2**63 - 1, "00": "007"}),
     chat({"mixed": ["1", 1, None, [1.5], {"k": "v"}]}),
 ]

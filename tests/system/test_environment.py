@@ -124,9 +124,7 @@ def test_launcher_variables_are_recognised(variables: dict[str, str], monkeypatc
     assert find_launch() == Launch(rank=1, size=2, local_rank=0, address="somewhere")
 
 
-def test_only_a_training_engine_needs_the_process_group(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_only_a_training_engine_needs_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     model = tiny_model()

@@ -172,8 +172,7 @@ def test_memory_for_a_save_is_one_array_of_a_unit_but_at_most_a_piece(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system tells of a process's memory there")
 @pytest.mark.parametrize(
-    ("placements", "device"),
-    [((DISK,) * 3, "cpu"), pytest.param((DEVICE,) * 3, "sim:1", marks=pytest.mark.slow)],
+    ("placements", "device"), [((DISK,) * 3, "cpu"), pytest.param((DEVICE,) * 3, "sim:1", marks=pytest.mark.slow)]
 )
 def test_saves_exports_and_loads_take_no_more_than_a_few_pieces(
     placements: tuple[Placement, ...], device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -259,11 +258,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ],
 )
 def test_any_policy_and_tiers_resume_to_the_same_bits(
-    straight: dict[str, Any],
-    precision: Precision,
-    placements: str,
-    device: str,
-    tmp_path: Path,
+    straight: dict[str, Any], precision: Precision, placements: str, device: str, tmp_path: Path
 ) -> None:
     saved, losses, weights = straight[precision]
     other: dict[str, Any] = {"shard_nbytes": 3000, "weight_slots": 3, "disk_staging_slots": 1}
