@@ -33,7 +33,7 @@ def _keys(section: type[Section], prefix: str) -> Iterator[Described]:
     for name, field in section.model_fields.items():
         nested = section_of(field.annotation)
         if nested is None:
-            default = "" if field.is_required() else _flow(field.default)
+            default = "" if field.is_required() else _as_yaml(field.default)
             meaning = " ".join((field.description or "").split())
             yield Described(f"{prefix}{name}", _kind(field.annotation, field.metadata), default, meaning)
         else:
@@ -82,7 +82,7 @@ def _bounds(metadata: Sequence[Any], *, whole: bool) -> str:
     return f" {least}, {most} at most" if low is None else f" from {least} to {most}"
 
 
-def _flow(value: object) -> str:
+def _as_yaml(value: object) -> str:
     """A default on one line, as YAML."""
     plain = list(value) if isinstance(value, tuple) else value
     return str(yaml.safe_dump(plain, default_flow_style=True, width=1000)).removesuffix("\n").removesuffix("\n...")

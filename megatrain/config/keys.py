@@ -46,10 +46,6 @@ from megatrain.spec.work import MOST_TOKENS
 from megatrain.system.paths import usable_path
 
 
-def _as_section(value: object) -> object:
-    return {} if value == "auto" else value
-
-
 def _no_reward(value: object) -> object:
     if value in ("reward", "reward_model", "reward_modeling", "rm"):
         raise ValueError(
@@ -639,7 +635,7 @@ class Config(Section):
     train: TrainSection
     adapter: AdapterSection | None = None
     """Train an adapter on the frozen model, which takes 2 bytes per parameter; null: train the model itself."""
-    policy: Annotated[PolicySection, BeforeValidator(_as_section)] = PolicySection()
+    policy: Annotated[PolicySection, BeforeValidator(lambda value: {} if value == "auto" else value)] = PolicySection()
     memory: MemorySection = MemorySection()
     disk: DiskSection = DiskSection()
     checkpoint: CheckpointSection = CheckpointSection()

@@ -1,4 +1,4 @@
-"""The types of values that several sections of a configuration have, and what is refused of them."""
+"""Field types that several sections of a configuration share, with their validators."""
 
 from __future__ import annotations
 

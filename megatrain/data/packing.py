@@ -276,7 +276,8 @@ class SampleRows:
     def efficiency(self) -> float:
         """The fraction of the tokens of an epoch's micro-batches that are not padding, 0 to 1."""
         lengths = self.file.lengths.astype(np.int64)[self._samples(self.order(0, 0))]
-        return _efficiency(lengths, self.micro_batch)
+        parts = np.split(lengths, range(self.micro_batch, len(lengths), self.micro_batch))
+        return float(lengths.sum() / sum(_padded(int(part.max())) * len(part) for part in parts))
 
     @property
     def identity(self) -> dict[str, str | int]:
@@ -363,11 +364,6 @@ def collate(rows: Sequence[TrainingRow]) -> Arrays:
     if all(row.desirable is not None for row in rows):
         arrays[DESIRABLE] = np.array([row.desirable for row in rows], np.bool_)
     return arrays
-
-
-def _efficiency(lengths: Indices, micro_batch: int) -> float:
-    parts = np.split(lengths, range(micro_batch, len(lengths), micro_batch))
-    return float(lengths.sum() / sum(_padded(int(part.max())) * len(part) for part in parts))
 
 
 def _labels(ids: Indices, trained: npt.NDArray[np.bool_]) -> Indices:

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle, product
+from operator import attrgetter
 from pathlib import Path
 
 from megatrain.errors import DeviceError
@@ -82,9 +83,8 @@ def disk_speed(folder: Path, nbytes: int, seconds: float) -> DiskSpeed:
             rates.append(DiskRate(block, depth, read, written))
         best = _best(rates)
         duplex = bench.duplex(best.block_nbytes, best.depth, together)
-        return DiskSpeed(
-            tuple(sorted(rates, key=_place)), best, *duplex, bench.direct, bench.nbytes, bench.written_nbytes
-        )
+        rates.sort(key=attrgetter("block_nbytes", "depth"))
+        return DiskSpeed(tuple(rates), best, *duplex, bench.direct, bench.nbytes, bench.written_nbytes)
 
 
 def _best(rates: Sequence[DiskRate]) -> DiskRate:
@@ -96,10 +96,6 @@ def _best(rates: Sequence[DiskRate]) -> DiskRate:
     limit = ABOUT_AS_QUICK * min(map(seconds, rates))
     near = (rate for rate in rates if seconds(rate) <= limit)
     return max(near, key=lambda rate: (min(rate.block_nbytes, LARGE_BLOCK), -rate.block_nbytes, -rate.depth))
-
-
-def _place(rate: DiskRate) -> tuple[int, int]:
-    return rate.block_nbytes, rate.depth
 
 
 class _Bench:

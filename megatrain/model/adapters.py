@@ -324,7 +324,8 @@ class AdaptedSource:
         _resize(self.model, saved)
         self._paths = {id(module): path for path, module in self.model.named_modules()}
         """id of a module of the base -> its name in the base, wherever `peft` has put it."""
-        named = {id(parameter): name for name, parameter in base_names(base.model, self.model)}
+        names = (name for name, _ in base.model.named_parameters())
+        named = {id(parameter): name for name, parameter in zip(names, self.model.parameters(), strict=True)}
         config.inference_mode = not trains
         config.base_model_name_or_path = name or config.base_model_name_or_path
         values = _reader(base) if begins_from_values(config, is_saved=folder is not None) else None
@@ -554,11 +555,6 @@ def read_adapter_config(folder: Path) -> Any:
     with _pefts_errors(COPY_AGAIN):
         refuse_start(read_json(folder / ADAPTER).get("init_lora_weights"))  # some of which peft cannot even read
         return PeftConfig.from_pretrained(str(folder))
-
-
-def base_names(before: nn.Module, after: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """(name in `before`, parameter of `after`) for two copies of one model."""
-    return zip((name for name, _ in before.named_parameters()), after.parameters(), strict=True)
 
 
 def _linear(model: PreTrainedModel, within: str | None) -> set[str]:

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,46 +25,11 @@ from transformers.core_model_loading import revert_weight_conversion
 from megatrain.errors import ExportError, first_line
 from megatrain.model.adapters import Adapter
 from megatrain.model.architecture import POSITIONS, auto_class, position_limit
-from megatrain.model.carried import NOTHING, WAS_QUANTIZED, Carried, WrittenTensor, carried_by
+from megatrain.model.carried import NOTHING, WAS_QUANTIZED, WrittenTensor, carried_by
 from megatrain.model.hub import ADAPTER
 from megatrain.model.ports import PortedModel, Weights
 from megatrain.model.weight_sources import quiet
-from megatrain.spec import ModelSpec, Precision
-
-
-class Written(Protocol):
-    """What is written of a model: all of it, or only its adapter."""
-
-    stem: str
-    """File name of the weights, before the shard number."""
-    units: list[list[WrittenTensor]]
-    """The tensors of each unit, in the order in which `tensors` gives them."""
-    needs_remote_code: bool
-    """Whether `from_pretrained` will need `trust_remote_code`."""
-    auto_class: str
-    """The class of transformers that loads the model, or an adapter's base."""
-    carried: Carried
-    """What is copied from the model's source after all units."""
-
-    @property
-    def spec(self) -> ModelSpec: ...
-
-    @property
-    def numel(self) -> int:
-        """Number of parameters as transformers counts them: tied ones once, no buffers."""
-        ...
-
-    def writes(self, name: str) -> bool:
-        """Whether `tensors` needs the master of that parameter."""
-        ...
-
-    def tensors(self, unit: int, masters: Weights) -> dict[str, Tensor]:
-        """The tensors of a unit: name in the file -> value, not yet rounded to the written dtype."""
-        ...
-
-    def write_small_files(self, folder: Path) -> None:
-        """Write the config and custom code."""
-        ...
+from megatrain.spec import Precision
 
 
 def written_of(ported: PortedModel, dtype: torch.dtype, *, for_checkpoint: bool = False) -> Written:
@@ -86,7 +51,7 @@ def written_precision(ported: PortedModel) -> Precision:
 
 
 def written_parameters(ported: PortedModel) -> Collection[str]:
-    """The parameters that are written, without planning the files (see `Written.writes`)."""
+    """The parameters that are written, without planning the files (see `WrittenModel.writes`)."""
     if ported.adapter is None:
         return {param.name for unit in ported.structure.units for param in unit.params}
     return {*ported.adapter.file_names(ported.whole()).values()}
@@ -128,12 +93,12 @@ class WrittenAdapter:
         return name in self._files
 
     def tensors(self, unit: int, masters: Weights) -> dict[str, Tensor]:
-        """See `Written`."""
+        """See `WrittenModel`."""
         tensors = {file: masters[param.name] for param in self._params[unit] for file in self._files[param.name]}
         return {**tensors, **(self._buffers if unit == 0 else {})}
 
     def write_small_files(self, folder: Path) -> None:
-        """See `Written`."""
+        """Write the adapter's config."""
         (folder / ADAPTER).write_bytes(self._config)
 
 
@@ -144,6 +109,7 @@ class WrittenModel:
     """
 
     stem = "model"
+    """File name of the weights, before the shard number."""
 
     def __init__(self, ported: PortedModel, dtype: torch.dtype, *, for_checkpoint: bool = False) -> None:
         self.spec = ported.structure
@@ -151,8 +117,10 @@ class WrittenModel:
         for parameter in self._whole.parameters():
             parameter.data = parameter.data.to(dtype)
         self.needs_remote_code = bool(self._whole.is_remote_code())
+        """Whether `from_pretrained` will need `trust_remote_code`."""
         self.auto_class: str = auto_class(self._whole.config).__name__
         self.carried = carried_by(self._whole)
+        """What is copied from the model's source after all units."""
         if for_checkpoint and self.carried.was_quantized:
             setattr(self._whole.config, WAS_QUANTIZED, True)
         self._written_as = _names_to_write(self._whole)
@@ -169,10 +137,11 @@ class WrittenModel:
 
     @property
     def numel(self) -> int:
+        """Number of parameters as transformers counts them: tied ones once, no buffers."""
         return self.spec.numel
 
     def writes(self, name: str) -> bool:
-        """True for every parameter."""
+        """Whether `tensors` needs the master of that parameter."""
         return True
 
     def tensors(self, unit: int, masters: Weights) -> dict[str, Tensor]:
@@ -229,6 +198,10 @@ class WrittenModel:
         with torch.no_grad():
             converted: dict[str, Tensor] = revert_weight_conversion(self._whole, tensors)
         return converted
+
+
+Written = WrittenModel | WrittenAdapter
+"""What is written of a model: all of it, or only its adapter."""
 
 
 def _by_name(tensor: WrittenTensor) -> str:

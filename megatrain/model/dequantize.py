@@ -197,7 +197,7 @@ class _Mxfp4(Quantizer):
         """See `Quantizer`."""
         named = {end.rpartition("_")[2]: part for end, part in parts.items()}
         if named.keys() != {"blocks", "scales"}:
-            raise ValueError(f"{listed_ends(parts)} without its companion")
+            raise ValueError(f"{' and '.join(sorted(parts)) or 'nothing'} without its companion")
         blocks, exponents = named["blocks"], named["scales"].to(torch.int32) - 127
         if blocks.shape[:-1] != exponents.shape:
             raise ValueError(f"blocks {tuple(blocks.shape)} and scales {tuple(exponents.shape)} do not fit")
@@ -317,11 +317,6 @@ _KINDS: dict[str, type[Quantizer]] = {
 
 
 # Arithmetic -----------------------------------------------------------------------------------------------------------
-
-
-def listed_ends(parts: Parts) -> str:
-    """The parts that are there, for errors."""
-    return " and ".join(sorted(parts)) or "nothing"
 
 
 def _plain(weight: Tensor | None) -> Tensor:

@@ -51,14 +51,11 @@ def arguments_of(model: PreTrainedModel, layers: Iterable[nn.Module]) -> Argumen
     read: set[str] = set()
     for function, owner in _forwards([model, *layers]):
         read |= _names_in(function, owner, DEEPEST, set())
-    for kernel in {getattr(module.config, "_attn_implementation", None) for module in _with_config(model)}:
+    with_config = (module for module in model.modules() if isinstance(module, PreTrainedModel))
+    for kernel in {getattr(module.config, "_attn_implementation", None) for module in with_config}:
         if (called := _function(ALL_ATTENTION_FUNCTIONS.get(kernel))) is not None:
             read |= _names_in(called, None, DEEPEST, set())
     return Arguments(named, read)
-
-
-def _with_config(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    return (module for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
 def _forwards(roots: Iterable[nn.Module]) -> Iterator[tuple[FunctionType, type]]:

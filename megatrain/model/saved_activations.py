@@ -228,7 +228,8 @@ class Answering(_Watching):
         if key in self._left.outputs:
             return self._left.outputs.pop(key)
         if key in self._left.spared:
-            return tree_map_only(Tensor, _filled, self._left.spared.pop(key))
+            # In their own memory, since they may be changed in place.
+            return tree_map_only(Tensor, Tensor.contiguous, self._left.spared.pop(key))
         return compute()
 
 
@@ -253,7 +254,3 @@ def _places(output: Any) -> set[int]:
 def _form(tensor: Tensor) -> Tensor:
     """An empty tensor's form: one element, expanded to the tensor's shape."""
     return tensor.new_full((), float("nan") if tensor.is_floating_point() else 0).expand(tensor.shape)
-
-
-def _filled(form: Tensor) -> Tensor:
-    return form.contiguous()  # its own memory, since it may be changed in place

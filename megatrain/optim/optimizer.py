@@ -1,4 +1,4 @@
-"""What every optimizer says of itself: what it keeps of a parameter, the factors of a step, and its arithmetic.
+"""The base class of optimizers: which state a trained parameter has, the factors of a step, and the arithmetic.
 
 A plug-in is two frozen dataclasses: its hyperparameters, an `Optimizer`, and the factors of one step, a `StepScalars`,
 with a loop in `kernels.py` and the same arithmetic in operations of torch. Nothing else knows which optimizers there

@@ -46,7 +46,8 @@ def refuse_mistakes(config: Config) -> None:
     parse_device(config.train.device)
     if config.train.hardware is not None:
         load_hardware(config.train.hardware)
-    _refuse_huge_steps(config)
+    length = config.data.sequence_length
+    refuse_huge_step(config.train.sequences * length, "train.global_batch_size", ConfigError, tokens_each=length)
     _refuse_unwritable(config)
     _refuse_absent_driver(config.train.device)
     for name in (config.model.path, config.model.config):
@@ -68,12 +69,6 @@ def schema_of(config: Config) -> Schema:
     schema = Schema(chosen, data.columns, data.tags, data.images)
     schema.refuse_unused()
     return schema
-
-
-def _refuse_huge_steps(config: Config) -> None:
-    """Raise `ConfigError` for more tokens per step than a plan takes."""
-    length = config.data.sequence_length
-    refuse_huge_step(config.train.sequences * length, "train.global_batch_size", ConfigError, tokens_each=length)
 
 
 def _refuse_absent_driver(device: str) -> None:

@@ -270,11 +270,6 @@ class Policy:
         return 1 if self.read_ahead_nbytes else self.weight_slots
 
     @property
-    def layers_fetched(self) -> int:
-        """Number of layers whose weights may be on the device at a time."""
-        return 2 if self.read_ahead_nbytes else self.weight_slots
-
-    @property
     def gives_up_shards(self) -> bool:
         """Whether the last call of a visit gives up shards of weights once it no longer needs them."""
         return self.read_ahead_nbytes > 0 and self.wait_for != "unit" and not self.shares_memory

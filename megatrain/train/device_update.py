@@ -1,4 +1,4 @@
-"""Updates of units and pieces on the device: the arithmetic of `optim`, by torch operations or, for AdamW, Triton.
+"""Steps the optimizer on the device, for a unit or a piece of one: by torch operations or, for AdamW, Triton.
 
 Torch operations run in chunks that stay in the device's cache. Every operation rounds once, in the order of the pass on
 the host, and none is fused with its neighbour, so if the device divides with correct rounding the result equals the
