@@ -72,15 +72,15 @@ class ThroughHost:
     def all_gather(self, whole: Tensor, own: Tensor) -> None:
         self._carry(self._carrier.all_gather, whole, own)
 
-    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
-        self._carry(self._carrier.all_to_all, received, sent)
+    def all_to_all(self, received: Tensor, sent: Tensor, *nbytes: Any) -> None:
+        self._carry(self._carrier.all_to_all, received, sent, *nbytes)
 
     def close(self) -> None:
         self._carrier.close()
 
-    def _carry(self, carrier: Callable[[Tensor, Tensor], None], target: Tensor, source: Tensor) -> None:
+    def _carry(self, carrier: Callable[..., None], target: Tensor, source: Tensor, *nbytes: Any) -> None:
         there = target.new_empty(target.shape, device="cpu")
-        carrier(there, source.cpu())
+        carrier(there, source.cpu(), *nbytes)
         target.copy_(there)
 
 

@@ -9,7 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -29,7 +29,7 @@ class Meeting:
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=SECONDS)
-        self.given: list[Tensor | None] = [None] * size
+        self.given: list[Any] = [None] * size
         self.met = 0
 
 
@@ -58,19 +58,28 @@ class ThreadCollectives:
                 parts[rank].copy_(given)
         self._part(whole)
 
-    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
-        assert received.shape == sent.shape
-        self._meet(sent)
-        parts = received.view(len(self._meeting.given), -1)
-        for rank, given in enumerate(self._meeting.given):
+    def all_to_all(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        received_nbytes: Sequence[int] | None = None,
+        sent_nbytes: Sequence[int] | None = None,
+    ) -> None:
+        size = len(self._meeting.given)
+        cut = sent.split([*sent_nbytes]) if sent_nbytes is not None else sent.view(size, -1)
+        parts = received.split([*received_nbytes]) if received_nbytes is not None else received.view(size, -1)
+        assert sum(part.numel() for part in parts) == received.numel()
+        self._meet(cut)
+        for part, given in zip(parts, self._meeting.given, strict=True):
             assert given is not None
-            parts[rank].copy_(given.view(parts.shape)[self._rank])
+            assert part.shape == given[self._rank].shape
+            part.copy_(given[self._rank])
         self._part(received)
 
     def close(self) -> None:
         self._meeting.barrier.abort()
 
-    def _meet(self, given: Tensor) -> None:
+    def _meet(self, given: Tensor | Sequence[Tensor]) -> None:
         time.sleep(self._delay())
         self._meeting.given[self._rank] = given
         self._wait()

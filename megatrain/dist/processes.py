@@ -2,7 +2,7 @@
 devices.
 
 There is a process group for each purpose, so that concurrent threads do not mix their messages. Only an all-gather
-and an all-to-all of equal parts, of bytes, are used: every backend has these for any dtype, and they add nothing up.
+and an all-to-all, of bytes, are used: every backend has these for any dtype, and they add nothing up.
 torch.distributed is imported when a world of several ranks is joined.
 
 A launcher starts the processes and tells each its rank (`system.environment`).
@@ -14,7 +14,7 @@ import atexit
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
@@ -55,17 +55,24 @@ class ProcessCollectives:
     def all_gather(self, whole: Tensor, part: Tensor) -> None:
         self._carry(self._all_gather, whole, part)
 
-    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
-        self._carry(self._dist.all_to_all_single, received, sent)
+    def all_to_all(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        received_nbytes: Sequence[int] | None = None,
+        sent_nbytes: Sequence[int] | None = None,
+    ) -> None:
+        sizes = () if received_nbytes is None else (received_nbytes, sent_nbytes)
+        self._carry(self._dist.all_to_all_single, received, sent, *sizes)
 
     def close(self) -> None:
         self._dist.destroy_process_group(self._group)
 
-    def _carry(self, carrier: Callable[..., object], target: Tensor, source: Tensor) -> None:
+    def _carry(self, carrier: Callable[..., object], target: Tensor, source: Tensor, *sizes: object) -> None:
         if self.watch is not None:
             self.watch.enters(self._name)
         try:
-            carrier(target, source, group=self._group)
+            carrier(target, source, *sizes, group=self._group)
         except RuntimeError as error:
             what = f"another rank has ended or hangs ({first_line(error)})"
             failure = RankError(what, where=self._where)

@@ -44,9 +44,15 @@ class Collectives(Protocol):
         """Fill `whole`, uint8[ranks * n], with each rank's `part`, uint8[n], in rank order. `part` may be its place
         in `whole`."""
 
-    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
-        """Send part r of `sent`, uint8[ranks * n], to rank r, and fill `received` with what arrives, in rank
-        order."""
+    def all_to_all(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        received_nbytes: Sequence[int] | None = None,
+        sent_nbytes: Sequence[int] | None = None,
+    ) -> None:
+        """Send part r of `sent`, uint8, to rank r, and fill `received`, uint8, with what arrives, in rank order. The
+        parts are of equal size, or of these sizes by rank."""
 
     def close(self) -> None:
         """End all transfers."""
@@ -162,6 +168,13 @@ class World:
         assert self.device is not None
         self.device.all_to_all(_bytes(received), _bytes(terms))
         return _summed(total, list(received.view(self.size, -1)))
+
+    def all_to_all(
+        self, received: Tensor, sent: Tensor, received_nbytes: Sequence[int], sent_nbytes: Sequence[int]
+    ) -> None:
+        """Send each rank its part of `sent`, uint8, and get what the others send, in rank order; bytes by rank."""
+        assert self.device is not None
+        self.device.all_to_all(received, sent, received_nbytes, sent_nbytes)
 
     # In memory that all ranks reach ---------------------------------------------------------------------------------
 

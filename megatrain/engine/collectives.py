@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
+from torch import Tensor
 
 from megatrain.engine.context import OpContext
 from megatrain.engine.step_state import DTYPE_OF_NBYTES, StepState, bytes_of
 from megatrain.memory import Lease
-from megatrain.schedule import Op
+from megatrain.schedule import Access, Op
+from megatrain.schedule.contents import RETURNED, Direction
+from megatrain.schedule.passes.pieces import groups_of
+from megatrain.spec.layout import Layout, MatrixGroup, Ownership
 
 
 def gather(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
@@ -36,6 +43,77 @@ def reduce(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
     step.largest.setdefault(op.unit, []).append(largest)
     if context.policy.update == "during_backward" and len(step.largest[op.unit]) == step.schedule.reduces[op.unit]:
         _tell_present(context, step, op)
+
+
+class _Places(NamedTuple):
+    """Where the elements of a group of matrices are: in the parts that ranks own of it, and in the runs of whole
+    matrices that they make orthogonal. In bytes."""
+
+    trained: Layout
+    group: MatrixGroup
+    nbytes: int
+    """Of an element."""
+
+    def owned(self, rank: Ownership, run: MatrixGroup) -> tuple[int, int]:
+        """Start and stop of what a rank owns of a run, in its part of the group."""
+        first, start, stop = (rank.before(self.trained, at) for at in (self.group.start, run.start, run.stop))
+        return (start - first) * self.nbytes, (stop - first) * self.nbytes
+
+    def shared(self, rank: Ownership, part: Tensor, run: MatrixGroup, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """What a rank owns of a run, piece by piece: in `part`, which has nothing else, and in the whole run."""
+        pieces, at = [], 0
+        for start, stop, _ in rank.within(self.trained, run.start, run.stop):
+            first, size = (start - run.start) * self.nbytes, (stop - start) * self.nbytes
+            pieces.append((part[at : at + size], whole[first : first + size]))
+            at += size
+        return pieces
+
+
+def all_to_all(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
+    """ALLTOALL: send this rank's parts of matrices to the ranks that make them orthogonal, or these matrices back."""
+    trained, world = context.layouts[op.unit].trained, context.world
+    group, ranks = groups_of(trained, context.spec)[op.shard], context.owned.all_ranks(trained)
+    places, runs = _Places(trained, group, context.spec.newton_schulz.nbytes), group.runs(world.size)
+    me, run = ranks[world.rank], runs[world.rank]
+    given, made, beside = ([bytes_of(lease, access) for access in side] for side in _sides(op))
+    is_back = op.writes[-1].content == RETURNED
+    mine, whole = (side[0] if side else beside[0][:0] for side in ((made, given) if is_back else (given, made)))
+    if op.stream == "shared":
+        beside.insert(world.rank, whole if is_back else mine)
+        world.meet()
+        for rank, of_rank, memory in zip(ranks, runs, beside, strict=True):
+            if is_back:
+                _copy(places.shared(me, mine[slice(*places.owned(me, of_rank))], of_rank, memory), back=True)
+            else:
+                _copy(places.shared(rank, memory[slice(*places.owned(rank, run))], run, whole))
+        world.meet()
+        return
+    come = [stop - start for start, stop in (places.owned(rank, run) for rank in ranks)]
+    go = [stop - start for start, stop in (places.owned(me, of_rank) for of_rank in runs)]
+    staging = beside[0][: sum(come)]
+    pieces = [
+        piece
+        for rank, part in zip(ranks, staging.split(come), strict=True)
+        for piece in places.shared(rank, part, run, whole)
+    ]
+    if is_back:
+        _copy(pieces, back=True)
+        world.all_to_all(mine, staging, go, come)
+    else:
+        world.all_to_all(staging, mine, come, go)
+        _copy(pieces)
+
+
+def _sides(op: Op) -> tuple[Sequence[Access], ...]:
+    """What an ALLTOALL reads and writes of directions, and what it uses beside them."""
+    made = [access for access in op.writes if type(access.content) is Direction]
+    return op.reads, made, op.writes[len(made) :]
+
+
+def _copy(pieces: Sequence[tuple[Tensor, Tensor]], *, back: bool = False) -> None:
+    """Copy parts to their places in matrices, or back."""
+    for part, whole in pieces:
+        (part if back else whole).copy_(whole if back else part)
 
 
 def _tell_present(context: OpContext, step: StepState, op: Op) -> None:

@@ -25,7 +25,7 @@ from megatrain.model import PortedModel
 from megatrain.schedule import Op, Schedule
 from megatrain.schedule.contents import Gradient
 from megatrain.spec import ModelSpec, Numerics, Policy, Precision
-from megatrain.spec.layout import layout_of
+from megatrain.spec.layout import Ownership, layout_of
 
 NOTHING: AbstractContextManager[object] = nullcontext()
 """For blocks without a context."""
@@ -71,6 +71,7 @@ class OpContext:
         self.ported, self.device, self.pool, self.seed, self.world = ported, device, pool, seed, world
         self.numerics, self.policy = numerics, policy
         self.spec = ported.structure
+        self.owned = Ownership.of(world.rank, numerics, policy)
         self.dtype = DTYPES[numerics.precision]
         self.roles = [role_of(self.spec, unit) for unit in range(len(self.spec.units))]
         self.layouts = [layout_of(unit) for unit in self.spec.units]

@@ -53,6 +53,7 @@ ACTIONS: dict[Kind, RunOp] = {
     "GATHER": collectives.gather,
     "REDUCE": collectives.reduce,
     "BARRIER": collectives.barrier,
+    "ALLTOALL": collectives.all_to_all,
     "NORM": update.norm,
     "UPDATE": update.update,
     "MOMENTUM": update.momentum,

@@ -15,7 +15,7 @@ from megatrain.memory import Lease
 from megatrain.schedule import USED, Access, Op
 from megatrain.schedule.contents import PART_OF, Direction, Moments
 from megatrain.schedule.passes.directions import elements_of
-from megatrain.schedule.passes.pieces import Piece, disk_pieces, groups_of, streamed_pieces
+from megatrain.schedule.passes.pieces import Piece, disk_pieces, groups_of, own_groups, streamed_pieces
 from megatrain.schedule.passes.state_buffers import pieces_in_steps
 from megatrain.spec import Part
 
@@ -42,9 +42,9 @@ def momentum(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
 def orthogonalize(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
     """ORTHOGONALIZE: let the receiver of gradients make the direction of a group of matrices orthogonal."""
     assert step.receiver is not None
-    ((_, direction),) = _directions(context, op.reads, lease)
+    direction = bytes_of(lease, op.reads[0]).view(DTYPE_OF_NBYTES[context.spec.newton_schulz.nbytes])
     group = groups_of(context.layouts[op.unit].trained, context.spec)[op.shard]
-    step.receiver.orthogonalize(op.unit, group, direction)
+    step.receiver.orthogonalize(op.unit, group.runs(context.world.size)[context.world.rank], direction)
 
 
 def apply(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
@@ -94,7 +94,7 @@ def _directions(context: OpContext, accesses: Sequence[Access], lease: Lease) ->
     nbytes, directions = context.spec.newton_schulz.nbytes, list[tuple[Piece, Tensor]]()
     for access in accesses:
         if type(access.content) is Direction:
-            groups = groups_of(context.layouts[access.content.unit].trained, context.spec)
+            groups = own_groups(context.layouts[access.content.unit].trained, context.spec, context.owned)
             values = bytes_of(lease, access).view(DTYPE_OF_NBYTES[nbytes])
             directions.append((elements_of(groups, access, nbytes), values))
     return directions
@@ -104,7 +104,8 @@ def _elements(context: OpContext, op: Op) -> Piece:
     """The piece of a unit that an op is about."""
     trained, numerics, policy = context.layouts[op.unit].trained, context.numerics, context.policy
     if trained.matrices_start < trained.size and op.kind != "NORM":
-        return pieces_in_steps(trained, context.spec, numerics, policy, policy.placement(op.unit))[op.shard]
+        groups = own_groups(trained, context.spec, context.owned)
+        return pieces_in_steps(trained, groups, numerics, policy, policy.placement(op.unit))[op.shard]
     cut = disk_pieces if op.stream == "host" else streamed_pieces
     return cut(trained, numerics, policy)[op.shard]
 

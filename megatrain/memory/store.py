@@ -7,7 +7,6 @@ parameter is assembled from all ranks: then every rank must ask for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -150,8 +149,7 @@ class Store:
         stop = layout.size if stop is None else stop
         if start == stop:
             return torch.empty(0, dtype=mine.dtype)
-        ranks = [replace(self.owned, rank=rank) for rank in range(layout.ranks)]
-        pieces = [list(rank.within(layout, start, stop)) for rank in ranks]
+        pieces = [list(rank.within(layout, start, stop)) for rank in self.owned.all_ranks(layout)]
         longest = max(sum(piece.stop - piece.start for piece in of_rank) for of_rank in pieces)
         whole = torch.empty(stop - start, dtype=mine.dtype)
         padded = mine if mine.numel() == longest else torch.nn.functional.pad(mine, (0, longest - mine.numel()))

@@ -11,7 +11,10 @@ from math import inf
 
 from megatrain.errors import PlanError
 from megatrain.schedule import Op
-from megatrain.spec import Hardware
+from megatrain.schedule.passes.pieces import groups_of
+from megatrain.schedule.passes.state_buffers import longest_run
+from megatrain.spec import Hardware, ModelSpec
+from megatrain.spec.layout import layout_of
 
 SUM_PASSES = 4
 """Times that received gradients are read or written where they are summed: once to find the largest magnitude, and
@@ -22,16 +25,30 @@ BARRIER_SECONDS = 2e-4
 """Duration of a barrier of the ranks of a machine, by messages of one byte; assumed."""
 
 
-def shared_seconds(op: Op, bandwidth: float) -> float:
-    """Seconds of a collective in shared host memory; a REDUCE has a barrier before and after.
+def collective_nbytes(op: Op, model: ModelSpec) -> int:
+    """Bytes of what is gathered or summed, or those of the most matrices that a rank sends to the others or gets."""
+    if op.kind == "ALLTOALL":
+        return longest_run(groups_of(layout_of(model.units[op.unit]).trained, model)[op.shard], model)
+    (whole,) = op.reads if op.kind == "REDUCE" else op.writes
+    return whole.stop - whole.start
+
+
+def shared_seconds(op: Op, model: ModelSpec, bandwidth: float) -> float:
+    """Seconds of a collective in shared host memory; all but a BARRIER have a barrier before and after.
 
     bandwidth: bytes per second of one rank's threads in host memory.
     """
-    return BARRIER_SECONDS if op.kind == "BARRIER" else 2 * BARRIER_SECONDS + shared_sum_nbytes(op) / bandwidth
+    barriers = 1 if op.kind == "BARRIER" else 2
+    return barriers * BARRIER_SECONDS + touched_in_host_nbytes(op, model) / bandwidth
 
 
-def shared_sum_nbytes(op: Op) -> float:
-    """Bytes that one rank reads and writes to sum its part of a shard over all ranks."""
+def touched_in_host_nbytes(op: Op, model: ModelSpec) -> float:
+    """Bytes that one rank reads and writes in shared host memory to sum its part of a shard over all ranks, or to copy
+    matrices from them."""
+    if op.kind == "BARRIER":
+        return 0.0
+    if op.kind == "ALLTOALL":
+        return 2.0 * collective_nbytes(op, model)
     return float(sum(each.stop - each.start for each in (op.reads[0], op.writes[0])))
 
 
@@ -73,8 +90,8 @@ def link_shares(hardware: Hardware) -> dict[str, float]:
     return {name: bandwidth / (bandwidth + link) for name, bandwidth in directions.items() if bandwidth < inf}
 
 
-def through_host_nbytes(hardware: Hardware, ranks: int, op: Op) -> float:
+def through_host_nbytes(hardware: Hardware, model: ModelSpec, op: Op) -> float:
     """Bytes that a collective reads and writes in host memory for each rank, if its link goes through it."""
-    (whole,) = op.reads if op.kind == "REDUCE" else op.writes
-    senders = (hardware.sharing_ranks if op.kind == "REDUCE" else ranks) - 1 if hardware.sharing_ranks > 1 else 0
-    return 2.0 * (whole.stop - whole.start) * senders / ranks
+    here, ranks = hardware.sharing_ranks, model.ranks
+    senders = (ranks if op.kind == "GATHER" else here) - 1 if here > 1 else 0
+    return 2.0 * collective_nbytes(op, model) * senders / ranks

@@ -13,12 +13,13 @@ from typing import get_args
 
 from megatrain.plan.collective_cost import (
     SUM_PASSES,
+    collective_nbytes,
     gather_seconds,
     link_shares,
     reduce_seconds,
     shared_seconds,
-    shared_sum_nbytes,
     through_host_nbytes,
+    touched_in_host_nbytes,
 )
 from megatrain.schedule import Op, Timeline, replay
 from megatrain.schedule.contents import Direction, LayerGraph, Saved
@@ -42,7 +43,7 @@ from megatrain.spec import (
 )
 from megatrain.spec.contention import NO_CONTENTION, Contention
 from megatrain.spec.hardware import AttentionRate, ProductKind, ProductRate
-from megatrain.spec.layout import Layout, layout_of
+from megatrain.spec.layout import Layout, MatrixGroup, layout_of
 from megatrain.spec.model import NewtonSchulz
 
 # Rates ----------------------------------------------------------------------------------------------------------------
@@ -441,9 +442,9 @@ def contention(model: ModelSpec, numerics: Numerics, hardware: Hardware) -> Cont
         if op.kind == "NORM":
             return sum(access.stop - access.start for access in op.reads)
         if op.stream == "shared":
-            return shared_sum_nbytes(op) if op.kind == "REDUCE" else 0.0
+            return touched_in_host_nbytes(op, model)
         through_host = op.kind in COLLECTIVES and hardware.link_route == "host"
-        return through_host_nbytes(hardware, model.ranks, op) if through_host else 0.0
+        return through_host_nbytes(hardware, model, op) if through_host else 0.0
 
     return Contention(host_dram_bandwidth(hardware), dram_nbytes, duplex, link_shares(hardware))
 
@@ -521,18 +522,18 @@ class _Prices:
                 return moved / (on_host if op.stream == "host" else self._copies)
             case "ORTHOGONALIZE":
                 group = groups_of(layout_of(self.model.units[op.unit]).trained, self.model)[op.shard]
-                shapes = ((stack.stacked, stack.rows, stack.columns) for stack in group.stacks)
-                form = self.model.newton_schulz
-                return sum(count * orthogonal_seconds(self.hardware, form, *shape) for count, *shape in shapes)
-            case "REDUCE" | "BARRIER" if op.stream == "shared":
-                return shared_seconds(op, optimizer_bandwidth(self.hardware, self.policy.host_threads))
+                runs, form = group.runs(self.model.ranks), self.model.newton_schulz
+                return max(run_seconds(self.hardware, form, run) for run in runs)  # all ranks wait for the last
+            case _ if op.stream == "shared":
+                bandwidth = optimizer_bandwidth(self.hardware, self.policy.host_threads)
+                return shared_seconds(op, self.model, bandwidth)
             case "GATHER":
-                whole = op.writes[0].stop - op.writes[0].start
-                return self._launch + gather_seconds(self.hardware, self.model.ranks, whole)
-            case "REDUCE":
-                terms = op.reads[0].stop - op.reads[0].start
-                summed = self.model.ranks * self._launch + SUM_PASSES * terms / self._copies
-                return self._launch + reduce_seconds(self.hardware, self.model.ranks, terms) + summed
+                return self._launch + gather_seconds(self.hardware, self.model.ranks, collective_nbytes(op, self.model))
+            case "REDUCE" | "ALLTOALL":
+                nbytes, ranks = collective_nbytes(op, self.model), self.model.ranks
+                passes = SUM_PASSES if op.kind == "REDUCE" else 2
+                after = ranks * self._launch + passes * nbytes / self._copies
+                return self._launch + reduce_seconds(self.hardware, ranks, nbytes) + after
         raise AssertionError(f"no price of {op.kind}")
 
     def _of_call(self, op: Op) -> float:
@@ -721,6 +722,11 @@ def _kept_for(op: Op) -> str:
 def update_nbytes(layout: Layout, numerics: Numerics) -> int:
     """Bytes that the optimizer pass reads and writes for a unit."""
     return touched_nbytes(arrays_of(layout.trained, numerics), (0, layout.trained.own_size))
+
+
+def run_seconds(hardware: Hardware, form: NewtonSchulz, run: MatrixGroup) -> float:
+    """Seconds to make several matrices orthogonal, one after the other."""
+    return sum(stack.stacked * orthogonal_seconds(hardware, form, stack.rows, stack.columns) for stack in run.stacks)
 
 
 @lru_cache(maxsize=4096)

@@ -68,9 +68,9 @@ def build_forward(model: ModelSpec, numerics: Numerics, policy: Policy, work: Wo
     return Builder(model, numerics, policy, work, "none", trains=False, rank=rank).forward()
 
 
-def build_flush(model: ModelSpec, numerics: Numerics, policy: Policy) -> Schedule:
+def build_flush(model: ModelSpec, numerics: Numerics, policy: Policy, *, rank: int = 0) -> Schedule:
     """Only the pending updates, in unit order."""
-    return Builder(model, numerics, policy, Work((1,)), "all", trains=True).flush()
+    return Builder(model, numerics, policy, Work((1,)), "all", trains=True, rank=rank).flush()
 
 
 def with_loss_chunks(schedule: Schedule, model: ModelSpec, numerics: Numerics, policy: Policy, work: Work) -> Schedule:
@@ -141,7 +141,7 @@ class Builder:
         self._place = {unit: place for place, unit in enumerate([*self.order, model.epilogue])}
         """Unit -> its first visit."""
         self.state = StateBuffers(model, numerics, policy, pending, self.buffers, self.staged, on_drive)
-        self.updates = Updates(model, numerics, policy, self.buffers, self.gradients, self.state)
+        self.updates = Updates(model, numerics, policy, self.buffers, self.gradients, self.state, rank)
 
     def _rounds(self) -> list[range]:
         """The micro-batches of each round."""
@@ -377,7 +377,7 @@ def _without_images(builder: Builder, unit: int, micros: range) -> Visit:
 def _restore_early(before: Visit, visit: Visit) -> None:
     """Move the copies that restore a sum before the previous visit, unless something leaves the slot then."""
     into = [op.writes[0] for op in visit.before]
-    leaves = [op.reads[0] for op in before.after]
+    leaves = [read for op in before.after for read in op.reads[:1]]
     at = visit if any(one.overlaps(other) for one in into for other in leaves) else before
     fetched = sum(behind == 0 for behind, _ in at.fetches)
     at.fetches[fetched:fetched] = [(0, op) for op in visit.before]

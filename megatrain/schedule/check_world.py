@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from megatrain.errors import ScheduleError
 from megatrain.schedule.check import check
+from megatrain.schedule.contents import Direction
 from megatrain.schedule.ops import COLLECTIVES, LINKS, Access, Op, Schedule
 
 WHERE = "schedules of ranks"
@@ -51,7 +52,13 @@ def check_world(schedules: Sequence[Schedule]) -> None:
 
 
 def _check_parts(together: Sequence[Op]) -> None:
-    """Each rank contributes its own part to a GATHER, at the right place."""
+    """Each rank contributes its own part to a GATHER, at the right place, and no direction is lost in an ALLTOALL."""
+    if together[0].kind == "ALLTOALL":
+        read, wrote = ([each for op in together for each in side(op)] for side in (_read_directions, _wrote_directions))
+        sent, received = (sum(each.stop - each.start for each in side) for side in (read, wrote))
+        if sent != received or len({each.content for each in (*read, *wrote)}) > 1:
+            what = f"the ranks send {sent:,} bytes of directions and get {received:,} in {together[0].name}"
+            raise ScheduleError(what, where=WHERE)
     if together[0].kind != "GATHER":
         return
     for rank, op in enumerate(together):
@@ -61,6 +68,14 @@ def _check_parts(together: Sequence[Op]) -> None:
         begin = whole.start + rank * nbytes if in_place else whole.start // len(together)
         if (part.start, part.stop) != (begin, begin + nbytes) or not (in_place or part.content == whole.content):
             raise ScheduleError(f"rank {rank} contributes another rank's part to {op.name}", where=WHERE)
+
+
+def _read_directions(op: Op) -> list[Access]:
+    return [access for access in op.reads if isinstance(access.content, Direction)]
+
+
+def _wrote_directions(op: Op) -> list[Access]:
+    return [access for access in op.writes if isinstance(access.content, Direction)]
 
 
 # Memory that ranks share ----------------------------------------------------------------------------------------------
@@ -103,14 +118,17 @@ def _check_peers(schedules: Sequence[Schedule]) -> None:
 
 
 def _check_sources(schedule: Schedule, rank: int, ranks: int, op: Op) -> None:
-    """A FETCH from shared memory takes part r of a shard from rank r, and a REDUCE reads all other ranks' sums."""
+    """A FETCH from shared memory takes part r of a shard from rank r, and a REDUCE or an ALLTOALL reads what all other
+    ranks have."""
     peers = [schedule.buffers[access.buffer].peer for access in (*op.reads, *op.writes)]
     of = [peer.rank if peer is not None else rank for peer in peers]
     expected = list(range(ranks)) if op.kind == "FETCH" else [other for other in range(ranks) if other != rank]
-    ranks_read = of[: len(op.reads)] if op.kind == "FETCH" else of[len(op.reads) + 1 :]
+    mine = len(op.reads) + (len(_wrote_directions(op)) if op.kind == "ALLTOALL" else 1)
+    ranks_read = of[: len(op.reads)] if op.kind == "FETCH" else of[mine:]
     places = [(access.start, access.stop) for access in op.writes] if op.kind == "FETCH" else []
     tiled = all(before[1] == after[0] for before, after in pairwise(places))
-    if ranks_read != expected or not tiled or len({access.stop - access.start for access in op.reads}) > 1:
+    alike = op.kind == "ALLTOALL" or len({access.stop - access.start for access in op.reads}) == 1
+    if ranks_read != expected or not tiled or not alike:
         raise ScheduleError(f"rank {rank} takes another rank's part for its own in {op.name}", where=WHERE)
 
 

@@ -226,6 +226,10 @@ class Scratch:
 USED = Scratch("used")
 """Memory that an op has freed: it must not be read, and its pages may be returned to the system."""
 
+SENT, RETURNED = Scratch("parts sent"), Scratch("matrices returned")
+"""What an ALLTOALL leaves in memory that it uses: of parts of directions on their way to the ranks that make matrices
+orthogonal, or of these on their way back."""
+
 State = Weights | LowBits | Moments | Gradient
 CONTENT_OF: dict[Part, type[State]] = {
     Part.WEIGHTS: Weights,

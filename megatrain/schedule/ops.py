@@ -22,7 +22,7 @@ from megatrain.spec import Part, Tier
 
 Copy = Literal["READ", "WRITE", "FETCH", "GRAD", "OFFLOAD", "RELOAD", "PACK", "UNPACK"]
 Call = Literal["FORWARD", "LOSS", "BACKWARD"]
-Collective = Literal["GATHER", "REDUCE", "BARRIER"]
+Collective = Literal["GATHER", "REDUCE", "BARRIER", "ALLTOALL"]
 UpdateStep = Literal["UPDATE", "MOMENTUM", "ORTHOGONALIZE", "APPLY"]
 Kind = Copy | Call | Collective | UpdateStep | Literal["PLACE", "NORM"]
 Stream = Literal["compute", "fetch", "grad", "host", "read", "write", "pack", "unpack", "link", "shared", "products"]
@@ -198,6 +198,8 @@ class Op(NamedTuple):
     @property
     def form(self) -> tuple[object, ...]:
         """What must be the same on all ranks for a collective; the location of its bytes may differ."""
+        if self.kind == "ALLTOALL":  # of parts that differ
+            return self.kind, self.unit, self.shard, str(self.writes[-1].content)
         read, wrote = (sum(access.stop - access.start for access in side) for side in (self.reads, self.writes))
         return self.kind, self.unit, self.shard, read, wrote
 

@@ -12,13 +12,14 @@ are equal and begin at a multiple of `OWNED`. In a rank's own buffers its parts 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from megatrain.spec import ParamSpec, UnitSpec
+from megatrain.spec import Numerics, ParamSpec, Policy, UnitSpec
 
 ALIGNMENT = 32
 """In elements; 64 bytes of bfloat16, 128 bytes of float32."""
@@ -59,6 +60,16 @@ class Matrices(NamedTuple):
     rows: int
     columns: int
 
+    @property
+    def stop(self) -> int:
+        return self.start + self.stacked * self.rows * self.columns
+
+    @property
+    def products(self) -> int:
+        """Multiplications of one iteration of Newton-Schulz on one of them (`train.device_muon`)."""
+        small, large = sorted((self.rows, self.columns))
+        return small * small * (2 * large + small)
+
 
 class MatrixGroup(NamedTuple):
     """Whole matrices that follow each other among the elements [start, stop) of a unit."""
@@ -66,6 +77,41 @@ class MatrixGroup(NamedTuple):
     start: int
     stop: int
     stacks: tuple[Matrices, ...]
+
+    def runs(self, ranks: int) -> tuple[MatrixGroup, ...]:
+        """The group cut between matrices, a part for each rank, such that the longest has the fewest products that it
+        can have. The first parts have matrices; the last may be empty."""
+        return (self,) if ranks == 1 else _runs(self, ranks)
+
+
+@lru_cache(maxsize=4096)
+def _runs(group: MatrixGroup, ranks: int) -> tuple[MatrixGroup, ...]:
+    low, high = 0, sum(stack.stacked * stack.products for stack in group.stacks)
+    while low < high:
+        most = (low + high) // 2
+        low, high = (low, most) if 0 < len(_cut_at(most, group.stacks)) <= ranks else (most + 1, high)
+    cut = [*_cut_at(low, group.stacks)]
+    cut += [()] * (ranks - len(cut))
+    ends = [*(run[0].start if run else group.stop for run in cut), group.stop]
+    return tuple(MatrixGroup(start, stop, run) for (start, stop), run in zip(pairwise(ends), cut, strict=True))
+
+
+def _cut_at(most: int, stacks: Sequence[Matrices]) -> list[tuple[Matrices, ...]]:
+    """Matrices in runs of at most so many products each; none if one matrix has more."""
+    runs: list[list[Matrices]] = [[]]
+    free = most
+    for stack in stacks:
+        at, size = stack.start, stack.rows * stack.columns
+        if stack.products > most:
+            return []
+        while at < stack.stop:
+            if free < stack.products:
+                runs.append([])
+                free = most
+            count = min(free // stack.products, (stack.stop - at) // size)
+            runs[-1].append(stack._replace(start=at, stacked=count))
+            at, free = at + count * size, free - count * stack.products
+    return [tuple(run) for run in runs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +160,16 @@ class Layout:
         """For each array that the optimizer keeps, of how many elements that one rank owns it has a value."""
         return tuple(size // self.ranks for size in self.state_sizes)
 
+    @property
+    def own_matrices_start(self) -> int:
+        """First element that a rank owns of those that are updated with the whole matrix that they are in."""
+        return self.matrices_start // self.ranks
+
     @cached_property
     def own_spans(self) -> tuple[tuple[int, int], ...]:
         """The ranges [start, stop) of the trained elements that one rank owns, cut where an array of the optimizer's
         ends, and where matrices begin that are updated whole."""
-        ends = {0, *self.own_state_sizes, self.matrices_start // self.ranks, self.trained.own_size}
+        ends = {0, *self.own_state_sizes, self.own_matrices_start, self.trained.own_size}
         return tuple(pairwise(sorted(ends)))
 
     @cached_property
@@ -148,7 +199,8 @@ class Layout:
     def matrix_groups(self, most: int) -> tuple[MatrixGroup, ...]:
         """The matrices that are updated whole, in groups of at most `most` elements; a larger matrix is one group.
 
-        The groups cover all trained elements from `matrices_start` on.
+        The groups cover all trained elements from `matrices_start` on. With several ranks, which share the matrices of
+        a group, it has so many elements, or the largest matrix of the unit, for each rank.
         """
         if most not in self._known_groups:
             self._known_groups[most] = self._group(most)
@@ -158,8 +210,24 @@ class Layout:
     def _known_groups(self) -> dict[int, tuple[MatrixGroup, ...]]:
         return {}
 
+    def own_groups(self, most: int, owned: Ownership) -> tuple[tuple[int, int], ...]:
+        """The elements of each of the `matrix_groups` that a rank owns, which may be none."""
+        key = most, owned if self.ranks > 1 else Ownership()
+        if key not in self._known_own_groups:
+            groups = self.matrix_groups(most)
+            ends = (owned.before(self, element) for element in (*(group.start for group in groups), self.size))
+            self._known_own_groups[key] = tuple(pairwise(ends))
+        return self._known_own_groups[key]
+
+    @cached_property
+    def _known_own_groups(self) -> dict[tuple[int, Ownership], tuple[tuple[int, int], ...]]:
+        return {}
+
     def _group(self, most: int) -> tuple[MatrixGroup, ...]:
         groups: list[list[Matrices]] = []
+        if self.ranks > 1:
+            sizes = [(field.stop - field.start) // field.matrices for field in self.fields if field.matrices]
+            most = self.ranks * max([most, *sizes])
         for field in self.fields[: self.trained_fields]:
             size = (field.stop - field.start) // max(1, field.matrices)
             at, stop = field.start, field.stop if field.matrices else field.start
@@ -277,6 +345,23 @@ class Ownership:
 
     rank: int = 0
     most: int = 1
+
+    @staticmethod
+    def of(rank: int, numerics: Numerics, policy: Policy) -> Ownership:
+        """The part of a rank under a policy."""
+        return Ownership(rank, max(1, policy.shard_nbytes // numerics.weight_nbytes))
+
+    def before(self, layout: Layout, element: int) -> int:
+        """How many elements of a unit before this one it owns."""
+        if layout.ranks == 1:
+            return element
+        pieces = self.pieces(layout)
+        index = bisect_left(pieces, (element,))
+        return pieces[index - 1].at + min(element, pieces[index - 1].stop) - pieces[index - 1].start if index else 0
+
+    def all_ranks(self, layout: Layout) -> list[Ownership]:
+        """The parts of all ranks that share a unit, in rank order."""
+        return [replace(self, rank=rank) for rank in range(layout.ranks)]
 
     def pieces(self, layout: Layout) -> tuple[Piece, ...]:
         """The pieces of a unit that it owns, in order; with one rank all of it."""

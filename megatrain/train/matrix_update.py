@@ -97,9 +97,9 @@ def within(parameters: Sequence[Stacked], start: int, stop: int, moved: int) -> 
 def _matrices(parameters: Sequence[Stacked], start: int, stop: int) -> Iterator[tuple[int, int, tuple[int, int]]]:
     """(start, stop, shape) of the elements in [start, stop) of parameters that are updated as whole matrices."""
     for parameter in parameters:
-        ((begin, end, _),) = parameter.segments[:1] or ((0, 0, True),)
-        if parameter.shape[0] and max(begin, start) < min(end, stop):
-            yield max(begin, start), min(end, stop), parameter.shape
+        for begin, end, _ in parameter.segments if parameter.shape[0] else ():
+            if max(begin, start) < min(end, stop):
+                yield max(begin, start), min(end, stop), parameter.shape
 
 
 def as_numpy(tensor: Tensor) -> np.ndarray:

@@ -229,7 +229,14 @@ class StreamedOptimizer:
     @property
     def settings(self) -> dict[str, object]:
         """What the running step uses gradients with."""
-        return {"lr": self._lr, "max_grad_norm": self.max_grad_norm, "optimizer": str(self.algorithm)}
+        told: dict[str, object] = {
+            "lr": self._lr,
+            "max_grad_norm": self.max_grad_norm,
+            "optimizer": str(self.algorithm),
+        }
+        if self._update is None or self._update.matrices is None:
+            return told
+        return {**told, "updates left": sorted(self._update.units)}  # each needs directions from all ranks
 
     @property
     def not_finite(self) -> dict[int, list[str]]:
@@ -376,10 +383,11 @@ class StreamedOptimizer:
             version.is_torn, version.moved = False, stop
 
     def orthogonalize(self, unit: int, group: MatrixGroup, direction: Tensor) -> None:
-        """Make the matrices of a group orthogonal, in the memory of their direction."""
-        update = self._update  # on a stream of its own, beside other steps of this unit
-        if update is not None and update.matrices is not None and unit in update.units:
-            update.matrices.orthogonalize(group, direction)
+        """Make the matrices of a group orthogonal, in the memory of their direction. With several ranks also where this
+        one has made all of its own update, which may be before."""
+        assert self._update is not None
+        assert self._update.matrices is not None
+        self._update.matrices.orthogonalize(group, direction)
 
     def apply(
         self,
@@ -491,14 +499,11 @@ def trained_parameters(layout: Layout, algorithm: Optimizer, owned: Ownership) -
     """The trained parameters of a unit, in its order."""
     parameters = []
     for place in layout.trained.fields:
-        if place.matrices:
-            shape = matrix_shape(place.shape, place.matrices)
-            parameters.append(TrainedParameter(place.name, 0, ((place.start, place.stop, True),), shape))
-            continue
         decays = algorithm.decays(place.name, place.shape)
         pieces = owned.within(layout, place.start, place.stop)
         segments = tuple((piece.own.start, piece.own.stop, decays) for piece in pieces)
-        parameters.append(TrainedParameter(place.name, algorithm.group(place.name), segments))
+        shape = matrix_shape(place.shape, place.matrices) if place.matrices else (0, 0)
+        parameters.append(TrainedParameter(place.name, algorithm.group(place.name), segments, shape))
     return parameters
 
 

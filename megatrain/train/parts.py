@@ -60,7 +60,7 @@ class Parts(TakesTurns):
         ledger = Ledger(budgets(self.limits, device, self.disk), one_memory=policy.shares_memory)
         shared, names = SharedMemory.of(self.structure, self.numerics, policy, device, world), self.structure.names
         self.pool = Pool(device, ledger, self.disk, names, policy.transfer, shared, files_of(ported))
-        owned = Ownership(world.rank, max(1, policy.shard_nbytes // self.numerics.weight_nbytes))
+        owned = Ownership.of(world.rank, self.numerics, policy)
         self.store = Store(self.structure, self.numerics, policy, self.pool, owned, world.together)
         self.schedules = Schedules(ported, self.store, self.numerics, policy, device, world, fits_activations=fits)
         try:

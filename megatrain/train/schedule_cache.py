@@ -196,7 +196,7 @@ def _larger(left: Work, right: Work) -> Work:
 def _build(kind: Kind, spec: ModelSpec, numerics: Numerics, policy: Policy, work: Work, rank: int) -> Schedule:
     match kind:
         case "flush":
-            return build_flush(spec, numerics, policy)
+            return build_flush(spec, numerics, policy, rank=rank)
         case "forward":
             return build_forward(spec, numerics, policy, work, rank=rank)
         case "step":

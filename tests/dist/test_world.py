@@ -46,6 +46,22 @@ def test_reduce_equals_the_reference_bit_for_bit(size: int, dtype: torch.dtype) 
     assert size == 2 or not torch.equal(in_another_order, torch.cat(reference_reduce(terms, torch.float32)))
 
 
+def test_each_rank_gets_what_the_others_send_it_of_any_sizes() -> None:
+    """Some send nothing, and one gets nothing."""
+    sizes = [[3, 0, 2], [0, 0, 4], [1, 0, 0]]
+
+    def work(world: World) -> list[int]:
+        go, come = sizes[world.rank], [of_rank[world.rank] for of_rank in sizes]
+        sent = torch.tensor(
+            [10 * world.rank + to for to, size in enumerate(go) for _ in range(size)], dtype=torch.uint8
+        )
+        received = torch.empty(sum(come), dtype=torch.uint8)
+        world.all_to_all(received, sent, come, go)
+        return received.tolist()
+
+    assert together(worlds(3, seed=1), work) == [[0, 0, 0, 20], [], [2, 2, 12, 12, 12, 12]]
+
+
 def test_nonfinite_contributions_are_attributed_to_their_rank() -> None:
     def work(world: World) -> list[float]:
         terms = torch.ones(12)

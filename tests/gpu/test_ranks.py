@@ -22,7 +22,17 @@ from megatrain.schedule import Schedule
 from megatrain.spec import Policy
 from megatrain.train import schedule_cache
 from tests import standin_cuda
-from tests.integration.test_ranks import POLICIES, SHARDS, UNCLIPPED, Trained, batches_of, of_rank, same, trained
+from tests.integration.test_ranks import (
+    MUON,
+    POLICIES,
+    SHARDS,
+    UNCLIPPED,
+    Trained,
+    batches_of,
+    of_rank,
+    same,
+    trained,
+)
 from tests.rank_processes import STANDIN, RankProcesses
 from tests.tiny import tiny_model
 
@@ -37,6 +47,9 @@ ASKED: dict[str, tuple[str, Policy]] = {
     "staged": ("bf16", POLICIES["staged"]),
     "on the device": ("bf16", POLICIES["on the device"]),
     "in all tiers": ("bf16", POLICIES["on the device, in the host and on the disk"]),
+    "matrices, gathered": ("bf16", SHARDS),
+    "matrices, shared": ("bf16", POLICIES["shared"]),
+    "matrices, in all tiers": ("bf16", POLICIES["on the device, in the host and on the disk"]),
 }
 
 
@@ -62,7 +75,8 @@ def test_two_ranks_match_their_cpu_losses(name: str, ranks: RankProcesses, tmp_p
     precision, policy = ASKED[name]
     how: dict[str, Any] = {"precision": precision, "policy": policy}
     how |= {"max_grad_norm": None} if name in UNCLIPPED else {}
-    disk = {"disk": [tmp_path]} if name == "in all tiers" else {}
+    how |= {"optimizer": MUON} if "matrices" in name else {}
+    disk = {"disk": [tmp_path]} if "in all tiers" in name else {}
     (first, late), (other, late_too) = ranks.run(trained_here, 2, **how, **disk)
     assert [*late, *late_too] == []
     assert first[:3] == other[:3]

@@ -22,6 +22,7 @@ from megatrain.schedule.check_world import check_world
 from megatrain.spec import Hardware, Numerics, Placement, Policy, Work
 from megatrain.spec.contention import Contention
 from tests.ranks import WorldClock, replay_world, together, worlds
+from tests.schedule.test_directions import with_matrices
 from tests.tiny import batch, tiny_model
 
 MAKING = threading.Lock()
@@ -71,8 +72,9 @@ def test_all_ranks_replayed_together_take_the_planned_time(machine: str, ranks: 
     there = Policy(shard_nbytes=1 << 17, placements=(Placement("device", "device", "device"), Placement("device")) * 3)
     streamed = Policy(shard_nbytes=1 << 17, streamed_updates=0.7)
     policies = Policy(shard_nbytes=1 << 17), by_shard, replace(by_shard, delivery="shared"), there, streamed
-    for policy in policies:
-        plan = planned(MODEL, MACHINES[machine], ranks, policy, 4, 64, 2)
+    matrices = with_matrices(MODEL), Policy(shard_nbytes=1 << 17)
+    for model, policy in (*((MODEL, policy) for policy in policies), matrices):
+        plan = planned(model, MACHINES[machine], ranks, policy, 4, 64, 2)
         schedules = [
             build_step(plan.question.model, plan.numerics, policy, plan.work, "all", rank=rank) for rank in range(ranks)
         ]

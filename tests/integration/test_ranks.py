@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from unittest.mock import ANY
 
 import pytest
@@ -28,7 +28,10 @@ from megatrain.engine import DTYPES, reports
 from megatrain.engine.gradient_accumulation import GradientAccumulator
 from megatrain.errors import BatchError, MegaTrainError, NonFinite, PlanError, RankError
 from megatrain.model import ModelSource, port_model
-from megatrain.spec import Numerics, Placement, Precision
+from megatrain.optim import Muon
+from megatrain.schedule.passes import pieces
+from megatrain.spec import Numerics, Placement, Precision, UpdateTime
+from megatrain.train.optimizer import StreamedOptimizer
 from megatrain.train.options import SourceInUnits
 from tests.adapted import adapted
 from tests.ranks import together, worlds
@@ -176,6 +179,97 @@ def test_no_policy_and_no_device_changes_a_bit(name: str, device: str, tmp_path:
     assert found.norms == plain.norms
     assert same(found.weights, plain.weights)
     assert (found.written_nbytes > 0) == ("disk" in name)
+
+
+MUON = Muon(lr=1e-2, adamw=AdamW(lr=3e-3))
+
+
+@pytest.fixture
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several groups of matrices in a layer, of which a rank makes one or a few orthogonal."""
+    monkeypatch.setattr(pieces, "GROUP_NBYTES", 4096)
+
+
+@cache
+def by_one(family: str, size: int, update: UpdateTime, newton_schulz: Literal["bf16", "fp32"] = "bf16") -> Trained:
+    return with_matrices(family, 1, size, replace(SHARDS, update=update), newton_schulz)
+
+
+def with_matrices(
+    family: str, size: int, batches: int, policy: Policy, newton_schulz: Literal["bf16", "fp32"] = "bf16", **how: Any
+) -> Trained:
+    """Two steps with Muon, a micro-batch for each of so many ranks."""
+    optimizer, clip = replace(MUON, newton_schulz=newton_schulz), None if policy.update == "during_backward" else 0.5
+    model = adapted("llama", init_lora_weights=False) if family == "adapter" else tiny_model(family)
+    how = {"precision": "bf16", "steps": 2, "optimizer": optimizer, "max_grad_norm": clip, "policy": policy, **how}
+    return trained(size, model, batches_of(batches), **how)
+
+
+@pytest.mark.few(3)
+@pytest.mark.usefixtures("small_groups")
+@pytest.mark.parametrize(
+    ("family", "newton_schulz"),
+    [
+        ("llama", "fp32"),
+        ("qwen3-moe", "bf16"),
+        pytest.param("llama", "bf16", marks=pytest.mark.slow),
+        pytest.param("gpt2", "fp32", marks=pytest.mark.slow),
+        pytest.param("adapter", "bf16", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("update", ["next_forward", "during_backward"])
+@pytest.mark.parametrize("name", ["disk", "shared", "on the device, in the host and on the disk", "plain"])
+def test_whole_matrices_get_the_bits_of_one_rank(
+    name: str, update: UpdateTime, size: int, family: str, newton_schulz: Literal["bf16", "fp32"], tmp_path: Path
+) -> None:
+    policy = replace(POLICIES.get(name, SHARDS), update=update, streamed_updates=0.6 * (name in ("plain", "shared")))
+    one = by_one(family, size, update, newton_schulz)
+    many = with_matrices(family, size, size, policy, newton_schulz, device="sim:3", seed=7, disk=[tmp_path])
+    assert many.losses == one.losses
+    assert same(many.gradients, one.gradients)
+    assert same(many.weights, one.weights)
+
+
+@pytest.mark.usefixtures("small_groups")
+def test_a_rank_that_fails_while_it_makes_matrices_orthogonal_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest, failures = StreamedOptimizer.orthogonalize, list[BaseException]()
+
+    def failing(self: StreamedOptimizer, unit: int, group: Any, direction: Tensor) -> None:
+        if self._world.rank == 1 and unit == 2:
+            raise MegaTrainError("is broken", where="rank 1")
+        honest(self, unit, group, direction)
+
+    def work(world: World) -> None:
+        try:
+            of_rank(world, tiny_model("llama"), batches_of(3), optimizer=MUON)
+        except BaseException as failure:
+            failures.append(failure)
+            raise
+
+    monkeypatch.setattr(StreamedOptimizer, "orthogonalize", failing)
+    with pytest.raises(MegaTrainError, match="is broken"):
+        together(worlds(3), work)
+    assert sorted(type(failure).__name__ for failure in failures) == ["MegaTrainError", "RankError", "RankError"]
+
+
+def test_ranks_that_have_other_updates_left_are_told() -> None:
+    """One that has made an update has no gradient any more, of which another may need its part of a direction."""
+
+    def work(world: World) -> str:
+        with MAKING:
+            engine = Engine.from_model(tiny_model("llama"), policy=SHARDS, verify=False, world=world, optimizer=MUON)
+        with engine:
+            engine.step(batches_of(2)[world.rank : world.rank + 1])
+            assert engine.parts.optimizer._update is not None
+            if world.rank == 1:
+                engine.parts.optimizer._update.units.discard(2)
+            with pytest.raises(RankError, match=r"rank 1: trains with updates left \[0, 1, 3, 4\], where rank 0"):
+                engine.parts.flush()
+            engine.parts.optimizer.restore(1)
+            return ""
+
+    together(worlds(2), work)
 
 
 AT_ONCE = replace(SHARDS, update="during_backward")
@@ -570,18 +664,21 @@ def saved_again(world: World, checkpoint: Path, folder: Path, precision: Precisi
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    ("frozen", "precision"),
+    ("frozen", "precision", "optimizer"),
     [
-        (True, "fp32"),
-        pytest.param(False, "bf16", marks=pytest.mark.slow),
-        pytest.param(False, "fp32", marks=pytest.mark.slow),
-        pytest.param(True, "bf16", marks=pytest.mark.slow),
+        (True, "fp32", MUON),
+        pytest.param(True, "fp32", None, marks=pytest.mark.slow),
+        pytest.param(False, "bf16", None, marks=pytest.mark.slow),
+        pytest.param(False, "fp32", None, marks=pytest.mark.slow),
+        pytest.param(True, "bf16", None, marks=pytest.mark.slow),
+        pytest.param(False, "bf16", MUON, marks=pytest.mark.slow),
     ],
 )
 def test_any_number_of_ranks_resumes_and_writes_the_same_files(
-    tmp_path: Path, precision: Precision, frozen: bool
+    tmp_path: Path, precision: Precision, frozen: bool, optimizer: Muon | None
 ) -> None:
     """Byte for byte, whatever number wrote what they go on from; steps that follow do not change what is written."""
+    options: Any = {"optimizer": optimizer} if optimizer else {}
     model = tiny_model("llama")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not frozen or "mlp" in name)
@@ -589,7 +686,9 @@ def test_any_number_of_ranks_resumes_and_writes_the_same_files(
     def first(world: World) -> Path:
         with MAKING:
             numerics = Numerics(precision, loss_chunk_tokens=64)
-            engine = Engine.from_model(model, numerics=numerics, policy=SHARDS, max_grad_norm=0.5, world=world)
+            engine = Engine.from_model(
+                model, numerics=numerics, policy=SHARDS, max_grad_norm=0.5, world=world, **options
+            )
         with engine:
             for _ in range(2):
                 engine.step(batches_of(3)[world.rank :: world.size])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 from hypothesis import example, given
@@ -19,12 +21,15 @@ from megatrain.schedule import (
     check_world,
     derive_waits,
 )
-from megatrain.schedule.contents import Weights
-from megatrain.schedule.ops import COLLECTIVES, Access
+from megatrain.schedule.contents import Direction, Weights
+from megatrain.schedule.ops import COLLECTIVES, Access, Use
+from megatrain.schedule.passes import pieces
+from megatrain.schedule.passes.state_buffers import state_nbytes
 from megatrain.spec import ModelSpec, Numerics, ParamSpec, Placement, Policy, UnitSpec, Work
 from megatrain.spec.layout import layout_of
 from megatrain.spec.policy import Delivery
 from megatrain.testing import without_each_wait
+from tests.schedule.test_directions import with_matrices
 from tests.small import small_spec
 
 DISK = Placement(weights="disk", low_bits="disk", moments="disk", gradients="disk")
@@ -54,15 +59,18 @@ policies = st.builds(
 )
 
 
-def world(ranks: int, numerics: Numerics, policy: Policy, *, tied: bool = False, more: int = 0) -> list[Schedule]:
-    """Schedules of a step; the first `more` ranks have one micro-batch more than the others' two."""
-    spec = spec_in_shards(tied).over(ranks)
+def world(
+    ranks: int, numerics: Numerics, policy: Policy, *, tied: bool = False, more: int = 0, matrices: bool = False
+) -> list[Schedule]:
+    """Schedules of a step; the first `more` ranks have one micro-batch more than the others' two. matrices: whether
+    layers have any that are updated whole."""
+    spec = spec_in_shards(tied, matrices=matrices).over(ranks)
     works = [Work((4,) * (2 + (rank < more))) for rank in range(ranks)]
     pending = "none" if policy.update == "during_backward" else "all"
     return [build_step(spec, numerics, policy, work, pending, rank=rank) for rank, work in enumerate(works)]
 
 
-def spec_in_shards(tied: bool = False) -> ModelSpec:
+def spec_in_shards(tied: bool = False, *, matrices: bool = False) -> ModelSpec:
     """A model of which each layer has several shards, the last of them frozen but in the lowest."""
     spec = small_spec(3, tied)
     units = []
@@ -72,7 +80,15 @@ def spec_in_shards(tied: bool = False) -> ModelSpec:
             ParamSpec(f"{unit.name}.more", (100, 32), trainable=number == 1),
         )
         units.append(replace(unit, params=(*unit.params, *more)) if unit.kind == "layer" else unit)
-    return replace(spec, units=tuple(units))
+    spec = replace(spec, units=tuple(units))
+    return with_matrices(spec) if matrices else spec
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_groups() -> Iterator[None]:
+    """A matrix for each rank in a group, or a few small ones."""
+    with patch.object(pieces, "GROUP_NBYTES", 128):
+        yield
 
 
 @given(
@@ -81,19 +97,40 @@ def spec_in_shards(tied: bool = False) -> ModelSpec:
     policy=policies,
     tied=st.booleans(),
     more=st.integers(0, 1),
+    matrices=st.booleans(),
 )
 def test_the_schedules_of_all_ranks_pass_the_checker_together(
-    ranks: int, precision: str, policy: Policy, tied: bool, more: int
+    ranks: int, precision: str, policy: Policy, tied: bool, more: int, matrices: bool
 ) -> None:
     numerics = Numerics(precision)  # type: ignore[arg-type]  # drawn from its values
     policy = replace(policy, micro_batches_per_round=0) if tied or more else policy
-    found = world(ranks, numerics, policy, tied=tied, more=more)
+    found = world(ranks, numerics, policy, tied=tied, more=more, matrices=matrices)
     check_world(found)
     assert len({schedule.digest for schedule in found}) == 1
-    spec = spec_in_shards(tied).over(ranks)
+    spec = spec_in_shards(tied, matrices=matrices).over(ranks)
     check_world([build_forward(spec, numerics, policy, Work((4, 4)), rank=rank) for rank in range(ranks)])
     if policy.update == "next_forward":
-        check(build_flush(spec, numerics, policy))
+        check_world([build_flush(spec, numerics, policy, rank=rank) for rank in range(ranks)])
+
+
+@given(ranks=st.integers(2, 5), policy=policies)
+@example(ranks=3, policy=Policy(update="during_backward"))
+def test_each_matrix_is_made_orthogonal_once_in_the_world(ranks: int, policy: Policy) -> None:
+    """Of its direction each rank sends its own part, and gets it back; host memory is as foretold on all ranks."""
+    spec = spec_in_shards(matrices=True).over(ranks)
+    found, sent, made = world(ranks, Numerics("bf16"), policy, matrices=True), 0, 0
+    for rank, schedule in enumerate(found):
+        for op in schedule.ops:
+            directions = [each for each in op.reads if isinstance(each.content, Direction)]
+            nbytes = sum(each.stop - each.start for each in directions)
+            sent += nbytes if op.kind == "ALLTOALL" else 0
+            made += nbytes if op.kind == "ORTHOGONALIZE" else 0
+        held = [each for each in schedule.buffers.values() if each.tier == "host"]
+        uses = (Use.NORMS, Use.GRADIENTS, Use.DISK_STAGING, Use.DIRECTIONS)
+        nbytes = sum(each.nbytes for each in held if each.is_state or each.use in uses)
+        assert nbytes == state_nbytes(spec, Numerics("bf16"), policy)["host"], rank
+    trained = [layout_of(unit).trained for unit in spec.units]
+    assert made == sent / 2 == 2 * sum(layout.size - layout.matrices_start for layout in trained) > 0
 
 
 @given(ranks=st.integers(2, 5), policy=policies)
@@ -137,6 +174,9 @@ PLACES: dict[str, tuple[Delivery, Placement]] = {
     "gather": ("gather", Placement()),
     "shared": ("shared", Placement()),
     "on the device": ("gather", ON_DEVICE),
+    "matrices, gather": ("gather", Placement()),
+    "matrices, shared": ("shared", Placement()),
+    "matrices, on the device": ("gather", ON_DEVICE),
 }
 
 
@@ -144,7 +184,7 @@ PLACES: dict[str, tuple[Delivery, Placement]] = {
 def three(request: pytest.FixtureRequest) -> list[Schedule]:
     delivery, placement = PLACES[request.param]
     policy = Policy(shard_nbytes=6 << 10, delivery=delivery, placements=(placement,) * 5)
-    return world(3, Numerics("bf16"), policy, more=1)
+    return world(3, Numerics("bf16"), policy, more=1, matrices="matrices" in request.param)
 
 
 def test_every_removed_wait_is_detected(three: list[Schedule]) -> None:
@@ -192,8 +232,9 @@ def test_mismatched_and_duplicate_rank_parts_are_detected(three: list[Schedule])
     larger = world(3, Numerics("bf16"), Policy(shard_nbytes=12 << 10))
     with pytest.raises(ScheduleError, match=r"on rank 0 and .* on rank 1"):
         check_world([three[0], larger[1], three[2]])
-    with pytest.raises(ScheduleError, match=r"rank 1 (contributes|takes) another rank's part"):
-        check_world([three[0], _with_parts_of_another_shard(three[1]) if three[1] == three[2] else three[2], three[1]])
+    with pytest.raises(ScheduleError, match=r"rank 1 (contributes|takes) another rank's part|of directions and"):
+        fetches = any(op.kind == "FETCH" for op in three[1].ops)
+        check_world([three[0], three[2] if fetches else _with_parts_of_another_shard(three[1]), three[1]])
     with pytest.raises(ScheduleError, match=r"none on rank 0 and .* on rank 1"):
         check_world([build_flush(spec_in_shards().over(3), Numerics("bf16"), Policy()), three[1]])
 

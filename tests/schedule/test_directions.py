@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatrain.errors import PlanError, ScheduleError
+from megatrain.errors import ScheduleError
 from megatrain.plan import contention, op_seconds
 from megatrain.schedule import Op, Schedule, Use, build_flush, build_step, check, replay
 from megatrain.schedule.contents import Direction
@@ -191,11 +191,6 @@ def test_groups_hold_whole_matrices_and_cover_them_all(most: int) -> None:
 def test_pieces_of_a_plan_are_joined_within_groups() -> None:
     cut = [(0, 10), (10, 20), (20, 30), (30, 45), (45, 50), (50, 60)]
     assert pieces.merged_within(cut, [0, 25, 50]) == [(0, 20), (20, 30), (30, 50), (50, 60)]
-
-
-def test_several_ranks_are_refused_by_name() -> None:
-    with pytest.raises(PlanError, match="updates whole matrices, of which each of 2 ranks has a part"):
-        built(with_matrices(small_spec(1)).over(2), Policy())
 
 
 def updates(schedule: Schedule) -> list[Op]:

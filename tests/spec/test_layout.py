@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given
@@ -72,6 +72,34 @@ def test_ranks_own_equal_parts_of_every_shard_that_tile_the_unit(
     assert alone.trained.fields == layout.trained.fields  # what is summed up for the norm lies where it did
     covered = sum(field.stop - field.start for field in layout.fields) + sum(b - a for a, b in layout.gaps)
     assert covered == layout.size
+
+
+@given(shapes, st.integers(1, 4), st.integers(1, 9000), st.integers(1, 400))
+def test_ranks_share_groups_of_whole_matrices(sizes: list[tuple[int, ...]], ranks: int, most: int, group: int) -> None:
+    """By elements, all of which some rank owns once, and by matrices, of which the longest part has the fewest products
+    of all ways to cut the group in order."""
+    matrices = [replace(param, matrices=1, state=("m",)) for param in unit(sizes).params if len(param.shape) > 1]
+    trained = layout_of(replace(unit(sizes), params=tuple(matrices), ranks=ranks)).trained
+    groups = trained.matrix_groups(group)
+    of_ranks = [trained.own_groups(group, Ownership(rank, most)) for rank in range(ranks)]
+    for owned in of_ranks:
+        assert [start for start, _ in owned[1:]] == [stop for _, stop in owned[:-1]]
+        assert not owned or (owned[0][0], owned[-1][1]) == (0, trained.own_size)
+    for whole, parts in zip(groups, zip(*of_ranks, strict=True), strict=True):
+        assert sum(stop - start for start, stop in parts) == whole.stop - whole.start
+        runs = whole.runs(ranks)
+        ends = [whole.start, *(run.stop for run in runs)]
+        assert ([run.start for run in runs], whole.stop) == (ends[:-1], ends[-1])
+        assert runs[0].stacks
+        each = [(stack.start, stack.products) for stack in whole.stacks for _ in range(stack.stacked)]
+        given = [(stack.start, stack.products) for run in runs for stack in run.stacks for _ in range(stack.stacked)]
+        assert given == each
+        assert all(run.start <= stack.start < stack.stop <= run.stop for run in runs for stack in run.stacks)
+        longest = max(sum(stack.stacked * stack.products for stack in run.stacks) for run in runs)
+        costs = [products for _, products in each]
+        for cuts in combinations(range(1, len(costs)), min(ranks, len(costs)) - 1):
+            parts_of = pairwise([0, *cuts, len(costs)])
+            assert longest <= max(sum(costs[start:stop]) for start, stop in parts_of)
 
 
 @given(shapes, st.integers(1, 4), st.integers(1, 9000))

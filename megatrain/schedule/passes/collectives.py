@@ -21,13 +21,19 @@ stay on their rank. Bytes are transferred by `dist`, memory is shared by `memory
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatrain.errors import PlanError
 from megatrain.schedule.contents import USED, Gradient, OwnGradient, OwnWeights, RankGradient, Weights
 from megatrain.schedule.ops import Access, Buffer, Op, Peer, Use, declare
-from megatrain.schedule.passes.state_buffers import state_name
-from megatrain.spec import ModelSpec, Numerics, Part, Policy
+from megatrain.schedule.passes.state_buffers import (
+    direction_slots,
+    directions_name,
+    state_name,
+    whole_matrices_name,
+    whole_matrices_slots,
+)
+from megatrain.spec import ModelSpec, Numerics, Part, Placement, Policy
 from megatrain.spec.layout import layout_of
 
 REDUCED_SLOTS = 2
@@ -35,6 +41,9 @@ REDUCED_SLOTS = 2
 
 SHARED_SLOTS = 2
 """Host buffers for a rank's sums: one is filled while the other is being reduced."""
+
+LINK_STAGING = "device/link_staging"
+"""Buffer for what has come from other ranks, or goes to them, until it is put in its place."""
 
 SUM_NBYTES = 4
 """Bytes per element: ranks exchange float32."""
@@ -83,7 +92,7 @@ class Collectives:
         """A shard of a gradient: reduce this rank's part, and copy it home unless it is used there."""
         (shard,), (home,) = op.reads, op.writes
         nbytes = home.stop - home.start
-        staging = Buffer("device/link_staging", "device", shard.stop - shard.start, Use.LINK_STAGING)
+        staging = Buffer(LINK_STAGING, "device", shard.stop - shard.start, Use.LINK_STAGING)
         received = Access(declare(self.buffers, staging), 0, staging.nbytes, USED)
         reduce = Op("REDUCE", "link", op.unit, shard=op.shard, reads=(shard,), writes=(home, received))
         if self._on_device(home):
@@ -129,11 +138,7 @@ class Collectives:
 
     def _of(self, rank: int, name: str) -> str:
         """This rank's name for `rank`'s buffer `name`."""
-        if rank == self.rank:
-            return name
-        buffer, peer = self.buffers[name], peer_name(rank, name)
-        declare(self.buffers, buffer._replace(name=peer, tier="peer", part=None, peer=Peer(rank, name)))
-        return peer
+        return name if rank == self.rank else peer(self.buffers, rank, name)
 
     def _turn(self, slots: int) -> int:
         self._reduced += 1
@@ -147,6 +152,12 @@ class Collectives:
 def peer_name(rank: int, name: str) -> str:
     """The name by which other ranks know buffer `name` of `rank`."""
     return f"peer/{rank}/{name}"
+
+
+def peer(buffers: dict[str, Buffer], rank: int, name: str) -> str:
+    """Add a buffer of another rank, of the size of this rank's. Returns its name here."""
+    there = buffers[name]._replace(name=peer_name(rank, name), tier="peer", part=None, peer=Peer(rank, name))
+    return declare(buffers, there)
 
 
 def sums_name(number: int) -> str:
@@ -168,7 +179,13 @@ def shared_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> dict[
         shard for layout in layouts for shard in layout.trained.shards(max(1, policy.shard_nbytes // weight_nbytes))
     )
     largest = max((SUM_NBYTES * (shard.stop - shard.start) for shard in shards), default=0)
-    return sizes | {sums_name(number): largest for number in range(SHARED_SLOTS) if largest}
+    sizes |= {sums_name(number): largest for number in range(SHARED_SLOTS) if largest}
+    count, longest = whole_matrices_slots(model, policy)
+    sizes |= {whole_matrices_name("host", number): longest for number in range(count)}
+    on_disk = replace(policy, placements=(Placement(moments="disk"),) * len(layouts))  # as a run may come to place it
+    slots = [direction_slots(model, numerics, each) for each in (replace(policy, placements=()), on_disk)]
+    count, widest = (max(numbers) for numbers in zip(*slots, strict=True))
+    return sizes | {directions_name("host", number): widest for number in range(count)}
 
 
 def refuse_what_ranks_lack(policy: Policy, ranks: int) -> None:

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from megatrain.spec import ModelSpec, Numerics, Part, Policy
 from megatrain.spec.hardware import whole_sectors
-from megatrain.spec.layout import ALIGNMENT, NORM_BLOCK, OWNED, Layout, MatrixGroup
+from megatrain.spec.layout import ALIGNMENT, NORM_BLOCK, OWNED, Layout, MatrixGroup, Ownership
 
 Piece = tuple[int, int]
 """Elements [start, stop) of the trained elements of a unit that a rank owns."""
@@ -147,37 +147,50 @@ def groups_of(trained: Layout, model: ModelSpec) -> Sequence[MatrixGroup]:
     return trained.matrix_groups(GROUP_NBYTES // model.newton_schulz.nbytes)
 
 
-def in_steps(pieces: Sequence[Piece], groups: Sequence[MatrixGroup], lag: int) -> Iterator[Turn]:
-    """The steps of an update of these pieces, of which the first may be updated by elements, in an order in which they
-    may run one by one."""
-    first = next((number for number, (_, stop) in enumerate(pieces) if stop > groups[0].start), len(pieces))
-    begun = applied = first
-    for number, group in enumerate(groups):
-        while begun < len(pieces) and pieces[begun][0] < group.stop:
+def own_groups(trained: Layout, model: ModelSpec, owned: Ownership) -> Sequence[Piece]:
+    """The elements of each group that a rank owns, which may be none."""
+    return trained.own_groups(GROUP_NBYTES // model.newton_schulz.nbytes, owned)
+
+
+def ends_of(trained: Layout, model: ModelSpec, owned: Ownership, *, alike: bool) -> Sequence[Piece]:
+    """(first, last) place among the elements that a rank owns where it may take a group for ended. alike: the first and
+    last of any rank, so that all ranks take steps in one order, as where pieces land on their way; else its own."""
+    ranks = owned.all_ranks(trained) if alike else [owned]
+    ends = zip(*([stop for _, stop in own_groups(trained, model, rank)] for rank in ranks), strict=True)
+    return [(min(of_group), max(of_group)) for of_group in ends]
+
+
+def in_steps(pieces: Sequence[Piece], start: int, ends: Sequence[Piece], lag: int) -> Iterator[Turn]:
+    """The steps of an update of these pieces in an order in which they may run one by one. Those before element `start`
+    are updated by elements; ends: as `ends_of` returns them."""
+    begun = applied = next((number for number, (_, stop) in enumerate(pieces) if stop > start), len(pieces))
+    for number, (_, last) in enumerate(ends):
+        while begun < len(pieces) and pieces[begun][0] < last:
             yield "MOMENTUM", begun
             begun += 1
         yield "ORTHOGONALIZE", number
-        ready = len(groups) if number == len(groups) - 1 else number + 1 - lag
-        while applied < begun and ready and pieces[applied][1] <= groups[ready - 1].stop:
+        ready = len(ends) if number == len(ends) - 1 else number + 1 - lag
+        while applied < begun and ready and pieces[applied][1] <= ends[ready - 1][0]:
             yield "APPLY", applied
             applied += 1
 
 
-def most_alive(pieces: Sequence[Piece], groups: Sequence[MatrixGroup], lag: int) -> int:
-    """The most groups at a time whose directions are written and not yet applied."""
+def most_alive(pieces: Sequence[Piece], groups: Sequence[Piece], ends: Sequence[Piece], lag: int) -> int:
+    """The most groups at a time, counted from the first to the last, whose directions are written and not yet
+    applied."""
     most, alive = 0, set[int]()
-    for step, number in in_steps(pieces, groups, lag):
+    for step, number in in_steps(pieces, groups[0][0], ends, lag):
         if step == "MOMENTUM":
             alive.update(index for index, _ in within_groups(groups, pieces[number]))
-            most = max(most, len(alive))
+            most = max(most, max(alive) - min(alive) + 1)
         elif step == "APPLY":
-            alive -= {index for index, (_, stop) in within_groups(groups, pieces[number]) if stop == groups[index].stop}
+            alive -= {index for index, (_, stop) in within_groups(groups, pieces[number]) if stop == groups[index][1]}
     return most
 
 
-def within_groups(groups: Sequence[MatrixGroup], piece: Piece) -> Iterator[tuple[int, Piece]]:
+def within_groups(groups: Sequence[Piece], piece: Piece) -> Iterator[tuple[int, Piece]]:
     """(number of a group, elements of the piece in it) of the groups into which a piece reaches."""
-    for number, group in enumerate(groups):
-        start, stop = max(group.start, piece[0]), min(group.stop, piece[1])
+    for number, (begin, end) in enumerate(groups):
+        start, stop = max(begin, piece[0]), min(end, piece[1])
         if start < stop:
             yield number, (start, stop)

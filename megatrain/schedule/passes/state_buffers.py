@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from math import prod
 from typing import Literal, NamedTuple
 
 from megatrain.schedule.contents import CONTENT_OF, USED, Content, Norm, Weights
@@ -29,13 +30,15 @@ from megatrain.schedule.passes.pieces import (
     arrays_of,
     cuts_of,
     disk_pieces,
+    ends_of,
     groups_of,
     largest_disk_pieces,
     most_alive,
+    own_groups,
 )
 from megatrain.spec import IN_HOST, ModelSpec, Numerics, Part, Placement, Policy, Precision, Tier, UpdateTime
 from megatrain.spec.hardware import SECTOR, whole_sectors
-from megatrain.spec.layout import SAVED_AT_ONCE, Layout, Shard, layout_of
+from megatrain.spec.layout import SAVED_AT_ONCE, Layout, MatrixGroup, Ownership, Shard, layout_of
 from megatrain.spec.model import UnitKind
 
 HOST_ONLY = (Part.LOW_BITS, Part.MOMENTS)
@@ -156,6 +159,8 @@ def state_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> dict[s
                 stages[name] = max(stages.get(name, 0), nbytes)
     totals["host"] += sum(stages.values()) + ring_slots(model, numerics, policy) * ring
     totals["host"] += directions * width
+    if policy.delivery == "shared":
+        totals["host"] += prod(whole_matrices_slots(model, policy))
     return totals
 
 
@@ -209,18 +214,19 @@ def ring_slot_nbytes(trained: Layout, numerics: Numerics, policy: Policy, placem
 
 
 def pieces_in_steps(
-    trained: Layout, model: ModelSpec, numerics: Numerics, policy: Policy, placement: Placement
+    trained: Layout, groups: Sequence[Piece], numerics: Numerics, policy: Policy, placement: Placement
 ) -> Sequence[Piece]:
     """The pieces in which a unit with such matrices is updated: those that pass through host memory; or what is
-    updated by elements, and one for each group."""
+    updated by elements, and one for each group. groups: as `own_groups` returns them."""
     if passing(trained, numerics, policy, placement):
         return disk_pieces(trained, numerics, policy)
-    by_elements = [(0, trained.matrices_start)] if trained.matrices_start else []
-    return [*by_elements, *((group.start, group.stop) for group in groups_of(trained, model))]
+    by_elements = [(0, trained.own_matrices_start)] if trained.own_matrices_start else []
+    return [*by_elements, *((start, stop) for start, stop in groups if start < stop)]
 
 
 def direction_slots(model: ModelSpec, numerics: Numerics, policy: Policy) -> tuple[int, int]:
-    """Number and bytes of the slots of directions in host memory; (0, 0) if there are none."""
+    """Number and bytes of the slots of directions in host memory, as many as any rank needs; (0, 0) if there are
+    none."""
     count = nbytes = 0
     for unit, placement, _ in units_alike(model, policy):
         slots = _direction_slots(layout_of(model.units[unit]).trained, model, numerics, policy, placement)
@@ -233,9 +239,44 @@ def _direction_slots(
 ) -> tuple[int, int]:
     if placement.on_device or trained.matrices_start >= trained.size:
         return 0, 0
-    groups, pieces = groups_of(trained, model), pieces_in_steps(trained, model, numerics, policy, placement)
-    widest = max(group.stop - group.start for group in groups)
-    return most_alive(pieces, groups, groups_ahead(policy)), widest * model.newton_schulz.nbytes
+    count = widest = 0
+    for owned in Ownership.of(0, numerics, policy).all_ranks(trained):
+        groups = own_groups(trained, model, owned)
+        pieces = pieces_in_steps(trained, groups, numerics, policy, placement)
+        ends = ends_of(trained, model, owned, alike=bool(passing(trained, numerics, policy, placement)))
+        count = max(count, most_alive(pieces, groups, ends, groups_ahead(policy)))
+        widest = max(widest, *(stop - start for start, stop in groups))
+    return count, widest * model.newton_schulz.nbytes
+
+
+DIRECTION_SLOTS = 2
+"""Slots for directions that are made orthogonal elsewhere, on the device or by other ranks: one is filled while the
+other is made orthogonal or leaves."""
+
+
+def directions_name(tier: Tier, number: int) -> str:
+    """Name of a slot for the direction of a group, or of a rank's part of it."""
+    return f"{tier}/directions/{number}"
+
+
+def whole_matrices_name(tier: Tier, number: int) -> str:
+    """Name of a slot for the matrices of a group that a rank makes orthogonal for all ranks."""
+    return f"{tier}/whole_matrices/{number % DIRECTION_SLOTS}"
+
+
+def longest_run(group: MatrixGroup, model: ModelSpec) -> int:
+    """Bytes of the most matrices of a group that any rank makes orthogonal."""
+    return max(run.stop - run.start for run in group.runs(model.ranks)) * model.newton_schulz.nbytes
+
+
+def whole_matrices_slots(model: ModelSpec, policy: Policy) -> tuple[int, int]:
+    """Number and bytes of the slots of matrices that a rank makes orthogonal for all; (0, 0) if there are none."""
+    count = widest = 0
+    for unit, _, alike in units_alike(model, policy) if model.ranks > 1 else ():
+        groups = groups_of(layout_of(model.units[unit]).trained, model)
+        count += alike * len(groups)
+        widest = max([widest, *(longest_run(group, model) for group in groups)])
+    return min(count, DIRECTION_SLOTS), widest
 
 
 def groups_ahead(policy: Policy) -> int:

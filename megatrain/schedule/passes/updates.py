@@ -21,7 +21,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from megatrain.errors import PlanError
 from megatrain.schedule.contents import CONTENT_OF, USED, Gradient, Scratch
 from megatrain.schedule.ops import Access, Buffer, Kind, Op, Stream, Use, declare
 from megatrain.schedule.passes.directions import Directions
@@ -88,6 +87,7 @@ class Updates:
         buffers: dict[str, Buffer],
         gradients: Gradients,
         state: StateBuffers,
+        rank: int = 0,
     ) -> None:
         self.streamed = policy.updates_streamed(model)
         """Units that are updated on the device with their state in host memory."""
@@ -98,15 +98,7 @@ class Updates:
         the schedule can be replayed, but not executed."""
         self._turns = {STREAMED: 0, THROUGH_HOST: 0}
         """Route -> number of its pieces so far, which take turns in its slots."""
-        self._directions = Directions(model, numerics, policy, buffers)
-        self.refuse_several_ranks()
-
-    def refuse_several_ranks(self) -> None:
-        """Raise `PlanError` if several ranks share matrices that are updated whole."""
-        for unit, spec in enumerate(self._model.units):
-            if spec.ranks > 1 and self._directions.groups(unit):
-                what = f"the optimizer updates whole matrices, of which each of {spec.ranks} ranks has a part"
-                raise PlanError(what, where=f"unit {spec.name}", fix="train on one device, or with AdamW")
+        self._directions = Directions(model, numerics, policy, buffers, rank)
 
     def ops(self, unit: int, before: str, after: str, place: Access | None = None) -> list[Op]:
         """The update of a unit from version `before` to `after`. place: where fresh weights are needed on the
@@ -139,13 +131,13 @@ class Updates:
         """The update of a unit with matrices that are updated whole (`directions`)."""
         trained = layout_of(self._model.units[unit]).trained
         route = ON_DEVICE if self._tier(unit) == "device" else THROUGH_HOST
-        placement = self._policy.placement(unit)
-        pieces = pieces_in_steps(trained, self._model, self._numerics, self._policy, placement)
+        placement, groups = self._policy.placement(unit), self._directions.groups(unit)
+        pieces = pieces_in_steps(trained, groups, self._numerics, self._policy, placement)
         if len(pieces) > self.most_pieces:
-            pieces = merged_within(pieces, [0, *(group.start for group in self._directions.groups(unit))])
+            pieces = merged_within(pieces, [0, *(start for start, _ in groups)])
         ops: list[Op] = []
         for number, piece in enumerate(pieces):
-            if piece[1] <= trained.matrices_start:
+            if piece[1] <= trained.own_matrices_start:
                 ops += self._piece(route, unit, number, piece, versions, place)
         for step, number in self._directions.order(unit, pieces):
             if step == "ORTHOGONALIZE":
