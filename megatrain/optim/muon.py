@@ -33,6 +33,7 @@ from megatrain.optim.adamw import AdamW, AdamWScalars
 from megatrain.optim.kernels import F32, U16, Segment, check_arrays, cut, run
 from megatrain.optim.optimizer import Optimizer, Rate, StepScalars, f32, refuse_patterns, too_high
 from megatrain.spec import ParamSpec
+from megatrain.spec.layout import Matrices
 from megatrain.spec.model import NewtonSchulz
 from megatrain.spec.validate_fields import Bounds, check_fields, checked
 
@@ -316,8 +317,7 @@ def matrix_shape(shape: Sequence[int], matrices: int) -> tuple[int, int]:
 
 def orthogonalize_flops(matrices: int, rows: int, columns: int, steps: int) -> int:
     """Floating-point operations of the products of `steps` steps of Newton-Schulz on so many matrices."""
-    small, large = sorted((rows, columns))
-    return matrices * steps * (4 * small * small * large + 2 * small**3)
+    return 2 * matrices * steps * Matrices(0, 1, rows, columns).products
 
 
 def orthogonalize_nbytes(rows: int, columns: int, element_nbytes: int) -> int:

@@ -43,7 +43,7 @@ from megatrain.spec import (
 )
 from megatrain.spec.contention import NO_CONTENTION, Contention
 from megatrain.spec.hardware import AttentionRate, ProductKind, ProductRate
-from megatrain.spec.layout import Layout, MatrixGroup, layout_of
+from megatrain.spec.layout import Layout, MatrixGroup, layout_of, symmetric_blocks
 from megatrain.spec.model import NewtonSchulz
 
 # Rates ----------------------------------------------------------------------------------------------------------------
@@ -731,9 +731,11 @@ def run_seconds(hardware: Hardware, form: NewtonSchulz, run: MatrixGroup) -> flo
 
 @lru_cache(maxsize=4096)
 def orthogonal_seconds(hardware: Hardware, form: NewtonSchulz, rows: int, columns: int) -> float:
-    """Seconds of Newton-Schulz iterations on a matrix: three products each, and passes over it before and after."""
+    """Seconds of Newton-Schulz iterations on a matrix: three products each, of which two are symmetric, and passes over
+    it before and after."""
     m, n = sorted((rows, columns))
-    shapes = (m, n, m), (m, m, m), (m, m, n)
+    blocks = symmetric_blocks(m)
+    shapes = [(stop - start, inner, stop) for start, stop in blocks for inner in (n, m)] + [(m, m, n)]
     products = sum(product_seconds(hardware, form.precision, *shape) for shape in shapes)
     return form.steps * products + NORMALIZING_PASSES * m * n * form.nbytes / (hardware.device_bandwidth or inf)
 

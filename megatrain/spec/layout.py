@@ -52,6 +52,18 @@ class Field:
     """How many matrices, one behind the other, its optimizer needs whole (`ParamSpec.matrices`)."""
 
 
+SYMMETRIC_ROWS = 1 << 11
+"""Rows of a block of a symmetric product: enough to keep a large GPU busy (128 tiles of 128 x 256 on 132 cores)."""
+
+
+def symmetric_blocks(size: int) -> list[tuple[int, int]]:
+    """Blocks [start, stop) of the rows of a symmetric product, of each of which only the columns before `stop` are
+    computed: the others mirror what the blocks after it compute."""
+    count = max(1, size // SYMMETRIC_ROWS)
+    height = -(-size // (ALIGNMENT * count)) * ALIGNMENT
+    return [(start, min(start + height, size)) for start in range(0, size, height)]
+
+
 class Matrices(NamedTuple):
     """Matrices of one shape, one behind the other from element `start` of their unit on."""
 
@@ -68,7 +80,8 @@ class Matrices(NamedTuple):
     def products(self) -> int:
         """Multiplications of one iteration of Newton-Schulz on one of them (`train.device_muon`)."""
         small, large = sorted((self.rows, self.columns))
-        return small * small * (2 * large + small)
+        computed = sum((stop - start) * stop for start, stop in symmetric_blocks(small))
+        return computed * (large + small) + small * small * large
 
 
 class MatrixGroup(NamedTuple):

@@ -3,6 +3,8 @@
 The passes are twins of those on the host, bit for bit: every operation rounds once, in the same order, and none is
 fused with its neighbour. `orthogonalize` has the operations of `torch.optim.Muon` in their order. It works matrix by
 matrix, so that a result does not depend on what is made orthogonal with it: kernels for batches may round differently.
+Of large symmetric products only blocks of rows up to the diagonal are computed, and mirrored: products and sums are
+torch's, and so are their bits where its kernels sum in the same order for all shapes.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from megatrain.optim import Directed, MatrixScalars, Muon
 from megatrain.optim.kernels import F32, Segment
+from megatrain.spec.layout import symmetric_blocks
 from megatrain.train.device_update import CHUNK, join, split_to
 
 
@@ -87,8 +90,13 @@ def _iterated(matrix: Tensor, spare: Tensor, grams: Tensor, muon: Muon) -> Tenso
     turned = matrix.view(spare.shape)
     for step in range(muon.ns_steps):
         into = turned if step % 2 else spare
-        torch.mm(x, x.T, out=gram)
-        torch.addmm(gram, gram, gram, beta=b, alpha=c, out=update)
+        for start, stop in symmetric_blocks(len(gram)):
+            torch.mm(x[start:stop], x[:stop].T, out=gram[start:stop, :stop])
+            gram[:start, start:stop] = gram[start:stop, :start].T
+        for start, stop in symmetric_blocks(len(gram)):
+            rows = gram[start:stop]
+            torch.addmm(rows[:, :stop], rows, gram[:, :stop], beta=b, alpha=c, out=update[start:stop, :stop])
+            update[:start, start:stop] = update[start:stop, :start].T
         x = torch.addmm(x, update, x, beta=a, out=into)
     return x
 

@@ -27,6 +27,7 @@ from megatrain.optim import (
     split,
     update_on_host,
 )
+from megatrain.spec import layout
 from megatrain.train.device_muon import apply_on_device, momentum_on_device, orthogonalize
 from tests.optim.test_muon import DTYPES, SEGMENTS, numbers
 
@@ -113,6 +114,26 @@ def test_a_stack_of_matrices_becomes_orthogonal_one_by_one_with_torchs_bits(
         expected = zeropower(matrix, muon.ns_coefficients, steps, muon.eps)
         assert torch.equal(bf16.view(3, rows, columns)[place], expected)
         assert torch.equal(fp32.view(3, rows, columns)[place], plain(matrix, muon))
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_products_in_blocks_equal_whole_ones_to_rounding(
+    rows: int, columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two and more blocks, the last of which may be smaller, and as many operations as are told."""
+    matrix = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)).to(dtype)
+    whole, blocks = matrix.flatten().clone(), matrix.flatten().clone()
+    orthogonalize(whole, (1, rows, columns), Muon())
+    monkeypatch.setattr(layout, "SYMMETRIC_ROWS", 32)
+    with FlopCounterMode(display=False) as counter:
+        orthogonalize(blocks, (1, rows, columns), Muon())
+    assert counter.get_total_flops() == orthogonalize_flops(1, rows, columns, 5)
+    apart = (blocks.float() - whole.float()).norm() / whole.float().norm()
+    assert apart < (0.01 if dtype == torch.bfloat16 else 1e-5)
+    size = min(rows, columns)
+    full = 10 * (2 * size * size * max(rows, columns) + size**3)
+    assert counter.get_total_flops() < (0.9 * full if size >= 64 else full + 1)
 
 
 def test_singular_values_come_close_to_one_and_zeros_stay() -> None:
