@@ -34,7 +34,7 @@ from megatrain.plan.cost import (
     unit_cost_key,
 )
 from megatrain.plan.placement import PARTS, spread
-from megatrain.plan.question import Choice, CostKey, Estimate, Question
+from megatrain.plan.question import Choice, CostKey, Estimate, Question, plus
 from megatrain.schedule.replay import DISK_STREAMS
 from megatrain.spec import NOT_OFFLOADED, ON_DISK, SAVED_BY, Keep, ModelSpec, Numerics, Policy, Work
 
@@ -335,8 +335,10 @@ def _estimate(costs: KindCosts, parts: Any, inputs: Estimate, shares: bool) -> E
     more = {tier: float(added) for tier, (added,) in added_nbytes.items()}
     nbytes = {tier: round(taken + more.get(tier, 0.0)) for tier, taken in inputs.nbytes.items()}
     forward, backward = ({stream: float(value[0]) for stream, value in added.items()} for added in _added(costs, parts))
-    busy = _sum(_sum(inputs.busy, forward), backward)
-    return Estimate(float(seconds), nbytes, busy, _sum(inputs.late, backward), inputs.loss, inputs.movable)
+    both, share = (plus(forward, backward), backward), inputs.further_share
+    busy, late = (plus(taken, added) for taken, added in zip((inputs.busy, inputs.late), both, strict=True))
+    (more, more_late) = (plus(taken, added, share) for taken, added in zip(inputs.further, both, strict=True))
+    return replace(inputs, seconds=float(seconds), nbytes=nbytes, busy=busy, late=late, further=(more, more_late))
 
 
 def _added(costs: KindCosts, parts: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -346,10 +348,6 @@ def _added(costs: KindCosts, parts: Any) -> tuple[dict[str, Any], dict[str, Any]
     late[DRAM] = costs.dram
     forward, backward = ({stream: parts @ np.array(of) for stream, of in each.items()} for each in (early, late))
     return forward, backward
-
-
-def _sum(busy: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
-    return {stream: spent + more.get(stream, 0.0) for stream, spent in busy.items()}
 
 
 def _bytes_and_seconds(costs: KindCosts, parts: Any, inputs: Estimate, shares: bool) -> tuple[dict[str, Any], Any]:
@@ -367,16 +365,18 @@ def _bytes_and_seconds(costs: KindCosts, parts: Any, inputs: Estimate, shares: b
         0.0, parts @ np.array(costs.disk) - used @ np.where(to_disk, slots + np.array(costs.staging), 0.0)
     )
     bound = replace(inputs, movable=0.0)
-    early, late = bound.passes()
-    forward, backward = _added(costs, parts)
-    rest = max(0.0, inputs.seconds - bound.least_seconds())
-    passes = _pass_seconds(early, forward, shares) + _pass_seconds(late, backward, shares)
-    return {"device": device, "host": host, "disk": disk}, passes + inputs.loss + rest
+    added, further = _added(costs, parts), inputs.further_share
+    seconds = inputs.loss + max(0.0, inputs.seconds - bound.least_seconds())
+    for number, busy in enumerate(bound.passes()):  # forward, backward, and the same of further rounds
+        share = further if number > 1 else 1.0 - further
+        seconds = seconds + _pass_seconds(busy, added[number % 2], share, shares)
+    return {"device": device, "host": host, "disk": disk}, seconds
 
 
-def _pass_seconds(busy: Mapping[str, float], added: Mapping[str, Any], shares: bool) -> Any:
-    """Seconds of the busiest stream in a pass, for each mixture. Where memory is shared, all streams but the disk's
-    share the processor too, and their added seconds are summed."""
+def _pass_seconds(busy: Mapping[str, float], added: Mapping[str, Any], share: float, shares: bool) -> Any:
+    """Seconds of the busiest stream in a pass, to which each mixture adds this share. Where memory is shared, all
+    streams but the disk's share the processor too, and their added seconds are summed."""
+    added = added if share == 1.0 else {stream: share * spent for stream, spent in added.items()}
     streams = [busy.get(stream, 0.0) + added.get(stream, 0.0) for stream in {**busy, **added}]
     if shares:
         computed = sum(spent for stream, spent in added.items() if stream not in DISK_STREAMS)

@@ -28,9 +28,9 @@ from megatrain.plan.activation_plan import (
 from megatrain.plan.cost import DRAM, contention, op_seconds, unit_cost_key
 from megatrain.plan.placement import ON_DEVICE, state_numerics, state_policy
 from megatrain.plan.placement_cost import placement_seconds
-from megatrain.plan.question import Choice, CostKey, Estimate, Plan, Question
+from megatrain.plan.question import Choice, CostKey, Estimate, Plan, Question, plus
 from megatrain.schedule import Schedule, Timeline, build_step, nbytes_by_use, replay
-from megatrain.schedule.build import with_loss_chunks
+from megatrain.schedule.build import transient_buffers
 from megatrain.schedule.passes.pieces import MOST_PIECES, SLOTS, disk_pieces
 from megatrain.schedule.passes.state_buffers import Pending, save_nbytes, state_nbytes
 from megatrain.schedule.replay import DISK_STREAMS, replay_priced
@@ -65,6 +65,12 @@ SLOW_OFFLOAD = 1.01
 """Replay of a mixture over its estimate from which offloading is assumed to be slower than estimated."""
 
 DEFAULTS, DEFAULT_NUMERICS = Policy(), Numerics()
+
+OF_COMPUTE = (
+    *("activations", "activations_by_layer", "recompute_slots", "micro_batches_per_round"),
+    *("shares_memory", "host_threads"),
+)
+"""Fields of a policy that decide what compute needs of memory while a step runs, where nothing is offloaded."""
 
 
 @contextmanager
@@ -162,14 +168,26 @@ def _with_peaks(schedule: Schedule) -> tuple[Schedule, dict[str, int]]:
 _cached_build = lru_cache(maxsize=1024)(_build)
 """For shallow models. Two questions often differ only in the machine or a budget, and share their schedules."""
 
+_transient_buffers = lru_cache(maxsize=4096)(transient_buffers)
+
 
 def _shallow_build(model: ModelSpec, choice: Choice, work: Work) -> tuple[Schedule, dict[str, int]]:
-    """As `_build`, from one cached schedule for all sizes of loss chunks."""
-    numerics = choice.numerics
-    schedule, peaks = _cached_build(model, choice.change(loss_chunk_tokens=DEFAULT_NUMERICS.loss_chunk_tokens), work)
-    if numerics.loss_chunk_tokens == DEFAULT_NUMERICS.loss_chunk_tokens:
-        return schedule, peaks
-    return _with_peaks(with_loss_chunks(schedule, model, numerics, choice.policy, work))
+    """As `_build`, to be replayed only, from one cached schedule for all sizes of micro-batches and of loss chunks."""
+    policy, first = choice.policy, work.tokens[0]
+    if policy.offloads_in(model):
+        return _cached_build(model, choice, work)
+    length = work.length or 1
+    alike = replace(work, tokens=tuple(2 * length if each == first else length for each in work.tokens), repeats=1)
+    choice_alike = choice.change(loss_chunk_tokens=DEFAULT_NUMERICS.loss_chunk_tokens)
+    if policy.micro_batches_per_round >= work.micro_batches:
+        choice_alike = choice_alike.change(micro_batches_per_round=0)
+    plain = replace(DEFAULTS, **{name: getattr(policy, name) for name in OF_COMPUTE})
+    known = _transient_buffers(model, choice_alike.numerics, plain, alike)
+    sizes = _transient_buffers(model, choice.numerics, plain, work)
+    if known.keys() != sizes.keys():  # a size of no bytes has no buffer
+        return _cached_build(model, choice, work)
+    schedule, _ = _cached_build(model, choice_alike, alike)
+    return _with_peaks(schedule.resized(sizes))
 
 
 class StepPrices:
@@ -276,7 +294,7 @@ def _estimate(key: CostKey, choice: Choice, micro_batch: int) -> Estimate:
         in_host = estimate(question, choice.change(placements=()), micro_batch)
         return with_placements(question, choice, micro_batch, in_host)
     seconds, loss, nbytes, busy, late = 0.0, 0.0, Counter[str](), Counter[str](), Counter[str]()
-    works = _works(question, choice, micro_batch)
+    works, further = _works(question, choice, micro_batch), (Counter[str](), Counter[str]())
     # With several rounds, layers wait for gradient slots, so added layers have to be a multiple of these.
     more = lcm(MORE, choice.policy.grad_slots) if len(works) > 1 else MORE
     for (weight, model), (share, work) in product(shallow(question.model, more), works):
@@ -289,10 +307,12 @@ def _estimate(key: CostKey, choice: Choice, micro_batch: int) -> Estimate:
             nbytes[tier] += weight * count  # type: ignore[assignment]
         *parts, more_loss = prices.busy(plan.timeline)
         loss += weight * share * more_loss
-        for whole, part in zip((busy, late), parts, strict=True):
+        for whole, repeated, part in zip((busy, late), further, parts, strict=True):
             for stream, spent in part.items():
                 whole[stream] += weight * share * spent  # type: ignore[assignment]
-    return Estimate(seconds, {tier: round(count) for tier, count in nbytes.items()}, dict(busy), dict(late), loss)
+                repeated[stream] += weight * (share - (work is works[0][1])) * spent  # type: ignore[assignment]
+    taken, rounds = {tier: round(count) for tier, count in nbytes.items()}, _rounds(question, choice, micro_batch)
+    return Estimate(seconds, taken, busy, late, loss, rounds=rounds, further=further)
 
 
 def with_placements(question: Question, choice: Choice, micro_batch: int, in_host: Estimate) -> Estimate:
@@ -302,14 +322,19 @@ def with_placements(question: Question, choice: Choice, micro_batch: int, in_hos
     still takes. Where memory is shared, the step also takes longer by what the disk exceeds each pass, or by what
     compute waits for in the backward pass.
     """
-    shares, rounds = question.hardware.shares_memory, ceil(round_count(choice.policy, question.sequences / micro_batch))
+    shares, rounds = question.hardware.shares_memory, _rounds(question, choice, micro_batch)
     threads = choice.policy.host_threads
     state = state_numerics(choice.numerics), replace(state_policy(choice.policy), host_threads=threads)
-    more, change, change_late = _added_by_placements(question.cost_key, *state, rounds)
+    more, *changes = _added_by_placements(question.cost_key, *state, rounds)
     nbytes = {tier: count + more[tier] for tier, count in in_host.nbytes.items()}
-    busy = {stream: in_host.busy.get(stream, 0.0) + change.get(stream, 0.0) for stream in {**in_host.busy, **change}}
-    late = {stream: max(0.0, in_host.late.get(stream, 0.0) + change_late.get(stream, 0.0)) for stream in busy}
-    placed = Estimate(in_host.seconds, nbytes, busy, late, in_host.loss, 0.0 if shares else _movable(choice.policy))
+    busy, late = (plus(taken, change) for taken, change in zip((in_host.busy, in_host.late), changes, strict=True))
+    late = {stream: max(0.0, spent) for stream, spent in late.items()}
+    movable, further = 0.0 if shares else _movable(choice.policy), in_host.further
+    if rounds > 1:
+        once = _added_by_placements(question.cost_key, *state, 1)[1:]
+        repeated = (plus(change, less, -1.0) for change, less in zip(changes, once, strict=True))
+        further = tuple(plus(taken, change) for taken, change in zip(further, repeated, strict=True))
+    placed = replace(in_host, nbytes=nbytes, busy=busy, late=late, movable=movable, further=further)
     if not shares:
         return replace(placed, seconds=in_host.seconds + placed.least_seconds() - in_host.least_seconds())
     early, backward = placed.passes()
@@ -362,11 +387,14 @@ def _disk_excess(busy: Mapping[str, float]) -> float:
     return max(0.0, disk - sum(spent for stream, spent in busy.items() if stream not in DISK_STREAMS))
 
 
+def _rounds(question: Question, choice: Choice, micro_batch: int) -> int:
+    return ceil(round_count(choice.policy, question.sequences / micro_batch))
+
+
 def _works(question: Question, choice: Choice, micro_batch: int) -> list[tuple[float, Work]]:
     """(weight, work) of steps with few micro-batches; the weighted sum of their seconds is the step's. If there are
     several rounds, these are steps of one round and of two, and the bytes are those of two."""
-    size = choice.policy.micro_batches_per_round
-    rounds = ceil(round_count(choice.policy, question.sequences / micro_batch))
+    size, rounds = choice.policy.micro_batches_per_round, _rounds(question, choice, micro_batch)
     if rounds == 1:
         return [(1.0, coarse(question, micro_batch))]
     one, two = (_work(question, (micro_batch,) * (size * count)) for count in (1, 2))

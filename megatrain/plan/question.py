@@ -185,6 +185,9 @@ class Estimate:
     late: stream -> the part of these after the forward pass.
     loss: seconds of compute between the passes, during which other streams have hardly anything to do.
     movable: fraction of a pass's disk time that could be moved to the other pass, forward or backward.
+    rounds: of the step.
+    further: the parts of `busy` and of `late` that all rounds but one take. What is done once in a step, such as
+    updates, is in the first forward pass or in the last backward pass.
     """
 
     seconds: float
@@ -193,17 +196,32 @@ class Estimate:
     late: Mapping[str, float] = field(default_factory=dict)
     loss: float = 0.0
     movable: float = 0.0
+    rounds: float = 1.0
+    further: tuple[Mapping[str, float], Mapping[str, float]] = ({}, {})
 
     @property
     def disk_seconds(self) -> float:
         return max(self.busy.get(stream, 0.0) for stream in DISK_STREAMS)
 
-    def passes(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Stream -> seconds that have to be in the forward pass, without the loss; and the same after the loss."""
-        bound = {stream: 1.0 - self.movable if stream in DISK_STREAMS else 1.0 for stream in self.busy}
-        late = {stream: share * self.late.get(stream, 0.0) for stream, share in bound.items()}
-        early = {stream: share * self.busy[stream] - late[stream] for stream, share in bound.items()}
-        return early | {"compute": early.get("compute", 0.0) - self.loss}, late
+    @property
+    def further_share(self) -> float:
+        """All rounds but one, over all."""
+        return 1.0 - 1.0 / self.rounds
+
+    def passes(self) -> list[dict[str, float]]:
+        """Stream -> seconds that have to be in the forward pass, without the loss; and the same after the loss. With
+        several rounds these are the passes with what is done once, and then come the sums of all other passes."""
+        (busy, late), share = self.further, self.further_share
+        if not share:
+            return self._passes(self.busy, self.late, self.loss)
+        once = plus(self.busy, busy, -1.0), plus(self.late, late, -1.0)
+        return self._passes(*once, (1 - share) * self.loss) + self._passes(busy, late, share * self.loss)
+
+    def _passes(self, busy: Mapping[str, float], late: Mapping[str, float], loss: float) -> list[dict[str, float]]:
+        bound = {stream: 1.0 - self.movable if stream in DISK_STREAMS else 1.0 for stream in busy}
+        behind = {stream: share * late.get(stream, 0.0) for stream, share in bound.items()}
+        before = {stream: share * busy[stream] - behind[stream] for stream, share in bound.items()}
+        return [before | {"compute": before.get("compute", 0.0) - loss}, behind]
 
     def least_seconds(self) -> float:
         """Seconds that the step takes at least: those of the loss and of the busiest stream of each pass, which do not
@@ -216,6 +234,11 @@ class Estimate:
     def short(self, budgets: Mapping[str, int]) -> dict[str, int]:
         """Tier -> bytes beyond the budget, negative if there is room left."""
         return {tier: self.nbytes[tier] - budget for tier, budget in budgets.items()}
+
+
+def plus(busy: Mapping[str, float], more: Mapping[str, float], times: float = 1.0) -> dict[str, float]:
+    """Stream -> seconds of `busy` and so many times those of `more`."""
+    return {stream: busy.get(stream, 0.0) + times * more.get(stream, 0.0) for stream in {**busy, **more}}
 
 
 @dataclass(frozen=True)

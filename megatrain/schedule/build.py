@@ -20,7 +20,7 @@ from functools import cache, partial
 from megatrain.errors import PlanError
 from megatrain.schedule.contents import Scratch, TapGradient, Weights
 from megatrain.schedule.deps import derive_waits
-from megatrain.schedule.ops import Access, Buffer, Op, Schedule, Use, declare
+from megatrain.schedule.ops import Access, Buffer, Op, Schedule, Use
 from megatrain.schedule.passes.collectives import Collectives, refuse_what_ranks_lack
 from megatrain.schedule.passes.disk_staging import Staged, stage
 from megatrain.schedule.passes.gradients import Gradients
@@ -73,28 +73,12 @@ def build_flush(model: ModelSpec, numerics: Numerics, policy: Policy, *, rank: i
     return Builder(model, numerics, policy, Work((1,)), "all", trains=True, rank=rank).flush()
 
 
-def with_loss_chunks(schedule: Schedule, model: ModelSpec, numerics: Numerics, policy: Policy, work: Work) -> Schedule:
-    """The schedule of `build_step` for these numerics, derived from one that differs only in the size of loss chunks.
-
-    Only the workspace of LOSS depends on that size.
-    """
-    ops, buffers = list(schedule.ops), dict(schedule.buffers)
-    at = [index for index, op in enumerate(ops) if op.kind == "LOSS"]
-    spaces = {
-        access.buffer
-        for index in at
-        for access in ops[index].writes
-        if buffers[access.buffer].use is Use.LOSS_WORKSPACE
-    }
-    buffers |= {name: buffers[name]._replace(nbytes=0) for name in spaces}
-    for index in at:
-        op = ops[index]
-        nbytes = _loss_nbytes(model, numerics, policy, work, op.micro, trains=True)
-        writes = [access._replace(stop=nbytes) if access.buffer in spaces else access for access in op.writes]
-        ops[index] = op._replace(writes=tuple(writes))
-        for name in spaces.intersection(access.buffer for access in op.writes):
-            declare(buffers, buffers[name]._replace(nbytes=nbytes))
-    return Schedule(tuple(ops), buffers, schedule.units, schedule.waits)
+def transient_buffers(model: ModelSpec, numerics: Numerics, policy: Policy, work: Work) -> dict[str, Buffer]:
+    """Name -> buffer of what `build_step` adds that exists only while compute needs it. Where nothing is offloaded, all
+    that depends on the sizes of micro-batches and of loss chunks is in these."""
+    builder = Builder(model, numerics, policy, work, "none", trains=True)
+    builder.visits()
+    return {name: buffer for name, buffer in builder.buffers.items() if not buffer.arena}
 
 
 def _loss_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy, work: Work, micro: int, *, trains: bool) -> int:
@@ -155,11 +139,15 @@ class Builder:
     # Whole schedules ------------------------------------------------------------------------------------------------
 
     def step(self) -> Schedule:
+        return self._emit(self.visits())
+
+    def visits(self) -> list[Visit]:
+        """The visits of a step, without copies of weights."""
         visits: list[Visit] = []
         for number, micros in enumerate(self.rounds):
             self.alive.round = number
             visits += [*self._forward_visits(micros), self._loss_visit(micros), *self._backward_visits(micros)]
-        return self._emit(visits)
+        return visits
 
     def forward(self) -> Schedule:
         (micros,) = self.rounds

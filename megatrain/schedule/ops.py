@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
@@ -235,6 +235,12 @@ class Schedule:
                 change[first] += buffer.nbytes
                 change[last + 1] -= buffer.nbytes
         return self.arena_nbytes(tier) + max(accumulate(change))
+
+    def resized(self, buffers: Mapping[str, Buffer]) -> Schedule:
+        """The same ops with some of its buffers larger or smaller, to be replayed: what ops access stays as it is."""
+        other = replace(self, buffers={**self.buffers, **buffers})
+        other.__dict__["lifetimes"] = self.lifetimes
+        return other
 
     @property
     def collectives(self) -> list[Op]:

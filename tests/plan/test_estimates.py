@@ -6,7 +6,8 @@ import cProfile
 import pstats
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import permutations
+from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,11 +15,9 @@ import pytest
 from bench.shapes import llama_shape
 from megatrain.plan import Choice, Question, estimate, estimates, examine, find_plan, machine, survey
 from megatrain.plan.analysis import advised, look
-from megatrain.plan.estimates import ROUNDS, examine_rounds
+from megatrain.plan.estimates import ROUNDS, StepPrices, examine_rounds
 from megatrain.schedule import Schedule, build_step
-from megatrain.schedule.build import with_loss_chunks
-from megatrain.schedule.ops import STREAMS, Use
-from megatrain.schedule.passes.state_buffers import Pending
+from megatrain.schedule.ops import STREAMS
 from megatrain.spec import IN_HOST, Limits, ModelSpec, Numerics, ParamSpec, Placement, Policy, UnitSpec, Work
 
 ROOMY = replace(machine("h200"), host_nbytes=10**13, device_nbytes=10**12)
@@ -128,14 +127,18 @@ def test_a_survey_chooses_disk_state_per_budget() -> None:
 
 @pytest.mark.parametrize("update", ["next_forward", "during_backward"])
 @pytest.mark.parametrize("apart", [1, 3])
-@pytest.mark.parametrize("loss_chunk", [64, 4096])
-def test_estimates_beside_a_drive_are_near_their_replays(update: str, apart: int, loss_chunk: int) -> None:
-    """Each pass waits for its part of what is on the disk, of which hardly any is read during the loss."""
+@pytest.mark.parametrize(("loss_chunk", "in_round"), [(64, 0), (4096, 0), (4096, 1), (4096, 4)])
+def test_estimates_beside_a_drive_are_near_their_replays(
+    update: str, apart: int, loss_chunk: int, in_round: int
+) -> None:
+    """Each pass waits for its part of what is on the disk, of which hardly any is read during the loss, and what is
+    done once in a step not during all of its rounds."""
     model = llama_shape("small", 24, 1024, vocabulary=32_000)
     question = Question(model, replace(machine("rtx-4090"), disk_nbytes=10**13), 32 * 1024, 1024)
     on_disk = Placement("disk", "disk", "disk", "disk")
     placements = tuple(IN_HOST if unit % apart else on_disk for unit in range(26))
-    choice = Choice(Numerics(loss_chunk_tokens=loss_chunk), Policy(update=update, placements=placements))  # type: ignore[arg-type]
+    policy = Policy(update=update, placements=placements, micro_batches_per_round=in_round)  # type: ignore[arg-type]
+    choice = Choice(Numerics(loss_chunk_tokens=loss_chunk), policy)
     replayed = examine(question, choice, 4)
     assert replayed.timeline.busy_seconds("read") > 0
     assert estimate(question, choice, 4).seconds == pytest.approx(replayed.seconds, rel=0.13)
@@ -226,22 +229,28 @@ def test_a_120b_model_is_planned_in_six_million_calls() -> None:
         {},
         {"update": "next_forward", "activations_by_layer": (("offload",),)},
         {"update": "next_forward", "micro_batches_per_round": 1},
-        {"wait_for": "shard", "weight_slots": 1, "shard_nbytes": 1 << 16},
-        {"shares_memory": True},
+        {"wait_for": "shard", "weight_slots": 1, "shard_nbytes": 1 << 16, "activations": "keep"},
+        {"shares_memory": True, "micro_batches_per_round": 4},
     ],
     ids=["usual", "offloaded", "rounds", "shards", "one memory"],
 )
-@pytest.mark.parametrize("tokens", [(512, 512, 256), (1024,)])
-def test_loss_chunk_sizes_change_only_loss_memory(fields: dict[str, object], tokens: tuple[int, ...]) -> None:
-    model, work = llama_shape("chunks", 3, 256, vocabulary=1000), Work(tokens, 256)
-    policy = Policy(**fields)  # type: ignore[arg-type]
-    pending: Pending = "all" if policy.update == "next_forward" else "none"
-    built = {few: build_step(model, Numerics(loss_chunk_tokens=few), policy, work, pending) for few in (64, 300, 4096)}
-    for before, after in permutations(built, 2):
-        found = with_loss_chunks(built[before], model, Numerics(loss_chunk_tokens=after), policy, work)
-        assert found == built[after]
-    spaces = [
-        {buffer.nbytes for buffer in each.buffers.values() if buffer.use is Use.LOSS_WORKSPACE}
-        for each in built.values()
-    ]
-    assert spaces[0] != spaces[1] != spaces[2]
+def test_schedules_of_other_sizes_are_those_that_would_be_built(
+    fields: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same ops, waits, times and memory, from one build for all sizes that need no other buffers."""
+    monkeypatch.setattr(estimates, "_cached_build", lru_cache(estimates._build))
+    model, policy = llama_shape("sizes", 3, 256, vocabulary=1000), Policy(**fields)  # type: ignore[arg-type]
+    question = Question(model, machine("cpu-desktop" if policy.shares_memory else "rtx-4090"), 4096, 256)
+    works = [Work((tokens,) * 4, 256, repeats) for tokens, repeats in ((256, 2.5), (512, 1), (1024, 4))]
+    works += [Work((512, 512, 256), 256), Work((1024,), 256)]
+    for work, chunk in product(works, (64, 300, 4096)):
+        choice = Choice(Numerics(loss_chunk_tokens=chunk), policy)
+        derived, peaks = estimates._shallow_build(model, choice, work)
+        built, peaks_of_built = estimates._build(model, choice, work)
+        assert peaks == peaks_of_built
+        assert derived.waits == built.waits
+        assert [op[:5] for op in derived.ops] == [op[:5] for op in built.ops]
+        assert derived.buffers == built.buffers
+        prices = StepPrices(question, choice, work)
+        assert prices.replay(derived).ends == prices.replay(built).ends
+    assert estimates._cached_build.cache_info().misses == (15 if policy.offloads else 3)
