@@ -50,16 +50,15 @@ def find_plan(question: Question) -> Plan:
     Raises `DoesNotFit`, naming the tier that is short, by how many bytes, and the nearest question that fits.
     """
     with gc_paused():
-        plan = by_delivery(question, lambda asked: within_lock_limit(asked, _best_plan))
+        plan = by_delivery(question, lambda asked: within_lock_limit(asked, lambda each: _best_plan(Search(each))))
         return examine(plan.question, plan.choice, plan.micro_batch) if plan.left_out else plan
 
 
-def _best_plan(question: Question) -> Plan:
-    search = Search(question)
+def _best_plan(search: Search) -> Plan:
     if plans := search.plans():
         best = preferred(plans)
         if not best.nbytes["disk"] and any(plan.nbytes["disk"] for plan in plans):  # without the disk's starts
-            best = preferred([best, *Search(question, {"disk": 0}).plans()])
+            best = preferred([best, *Search(search.question, {"disk": 0}).plans()])
         return streaming_some_updates(best)
     raise refused(search)
 
@@ -154,8 +153,9 @@ class Search:
         return best
 
     def _replays(self, options: list[tuple[Point, Option]]) -> list[Plan]:
-        """Replays of the fastest of these options, with their mixtures corrected until they fit; and if state stays on
-        the device, whose gain only replays tell, a climb over replays along how much of it does."""
+        """Replays of the fastest of these options, with their mixtures corrected until they fit; and then climbs over
+        replays along what only they tell: how much state stays on the device, if any does, and if pieces of gradients
+        leave for the disk, what slots for gradients gain."""
         plans: list[Plan] = []
         seconds: dict[Point, float] = {}
 
@@ -170,8 +170,9 @@ class Search:
             if option.seconds < NEARLY_AS_FAST * fastest:
                 replayed(point, option)
         best = min(seconds, key=lambda each: seconds[each])
-        for knob in ("layer_parts", "weight_parts"):
-            if best.get(knob):
+        on_disk = any(placement.gradients == "disk" for plan in plans for placement in plan.policy.placements)
+        for knob in ("layer_parts", "weight_parts", "grad_slots"):
+            if on_disk and knob in self._space.knobs if knob == "grad_slots" else best.get(knob):
                 best = self._along(best, knob, lambda point: replayed(point, self.price(point)))
         return plans
 
@@ -292,6 +293,12 @@ class Search:
         return state_nbytes(self.question.model, self._space.usual.numerics, placed)["device"]
 
     @property
+    def promised(self) -> Estimate | None:
+        """The estimate of the fastest plan, `None` if nothing fits. Nothing is replayed whole."""
+        options = [option.estimate for _, option in self.options()[:1]] or [self.leanest(self.budgets).estimate]
+        return next((each for each in options if each.fits(self.budgets)), None)
+
+    @property
     def leanest_plan(self) -> Plan:
         """The plan that exceeds the budgets least by its replay: of the leanest for these budgets, and for as little as
         possible of a memory, which is the same however much is short; of mixtures, whose replays may take more than
@@ -346,21 +353,15 @@ def survey(question: Question, budgets: Iterable[Mapping[str, int]]) -> list[Est
     is replayed whole."""
     estimates: list[Estimate | None] = []
     with gc_paused():
-        for search in (Search(question, each) for each in budgets):
-            options = [option.estimate for _, option in search.options()[:1]] or [
-                search.leanest(search.budgets).estimate
-            ]
-            estimates.append(next((each for each in options if each.fits(search.budgets)), None))
+        estimates += [Search(question, each).promised for each in budgets]
     return estimates
 
 
 def faster_plan(question: Question, seconds: float = inf) -> Plan | None:
     """The fastest plan that fits, or `None` if there is none or its estimate is not below `seconds`."""
-    if seconds < inf:
-        (promised,) = survey(question, [{}])
-        if promised is None or promised.seconds >= seconds:
-            return None
-
     with gc_paused(), suppress(DoesNotFit):
-        return within_lock_limit(question, _best_plan) if fits(question) else None
+        search = Search(question)
+        promised = search.promised
+        if promised is not None and (promised.seconds < seconds or seconds == inf):
+            return within_lock_limit(question, lambda each: _best_plan(search if each is question else Search(each)))
     return None

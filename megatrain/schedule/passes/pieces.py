@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from megatrain.spec import ModelSpec, Numerics, Part, Policy
+from megatrain.spec import WEIGHT_NBYTES, ModelSpec, Numerics, Part, Policy
 from megatrain.spec.hardware import whole_sectors
 from megatrain.spec.layout import ALIGNMENT, NORM_BLOCK, OWNED, Layout, MatrixGroup, Ownership
 
@@ -53,14 +53,18 @@ class Array(NamedTuple):
 def arrays_of(trained: Layout, numerics: Numerics) -> tuple[Array, ...]:
     """The arrays of the trained elements that a rank owns, in the order of updates: weights, low bits, those that the
     optimizer keeps, gradient."""
-    size, state_start = trained.own_size, 0
-    arrays = [Array(Part.WEIGHTS, numerics.weight_nbytes, size)]
-    if numerics.precision != "fp32":
+    return _arrays(trained.own_size, trained.own_state_sizes, numerics.weight_nbytes, numerics.grad_nbytes)
+
+
+@lru_cache(maxsize=1024)
+def _arrays(size: int, state_sizes: tuple[int, ...], weight_nbytes: int, grad_nbytes: int) -> tuple[Array, ...]:
+    arrays, state_start = [Array(Part.WEIGHTS, weight_nbytes, size)], 0
+    if weight_nbytes < WEIGHT_NBYTES["fp32"]:
         arrays.append(Array(Part.LOW_BITS, LOW_BITS_NBYTES, size))
-    for covered in trained.own_state_sizes:
+    for covered in state_sizes:
         arrays.append(Array(Part.MOMENTS, STATE_NBYTES, covered, state_start))
         state_start += STATE_NBYTES * covered
-    return (*arrays, Array(Part.GRADIENTS, numerics.grad_nbytes, size))
+    return (*arrays, Array(Part.GRADIENTS, grad_nbytes, size))
 
 
 def touched_nbytes(arrays: Sequence[Array], piece: Piece) -> int:
