@@ -130,7 +130,7 @@ def stock_gradients(model: PreTrainedModel, batches: Sequence[dict[str, Tensor]]
     for each in batches:
         inputs = {key: value for key, value in each.items() if key != "labels"}
         output = model(**inputs, use_cache=False)
-        logits = output.logits[:, :-1].float()
+        logits = output.logits[:, :-1].to(torch.promote_types(output.logits.dtype, torch.float32))
         losses = torch.nn.functional.cross_entropy(
             logits.reshape(-1, logits.shape[-1]), each["labels"][:, 1:].reshape(-1), reduction="sum"
         )

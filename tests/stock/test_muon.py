@@ -37,10 +37,12 @@ def muon(form: str, **changes: Any) -> Muon:
 
 @cache
 def in_a_plain_loop(
-    family: str, steps: int, matrices: tuple[tuple[str, int], ...]
+    family: str, steps: int, matrices: tuple[tuple[str, int], ...], dtype: torch.dtype = torch.float32
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and weights. matrices: (name, how many are stacked) of the parameters that are updated whole."""
-    model, algorithm, stacked = model_of(family), muon("bf16"), dict(matrices)
+    model, algorithm, stacked = model_of(family).to(dtype), muon("bf16"), dict(matrices)
+    if dtype == torch.float64 and hasattr(model.config, "num_local_experts"):
+        model.set_experts_implementation("eager")  # the grouped products know no float64
     named = dict(model.named_parameters())
     parts = {name: named[name].data.view(count, -1, named[name].shape[-1]) for name, count in matrices}
     whole = {(name, i): nn.Parameter(part) for name, stack in parts.items() for i, part in enumerate(stack)}
@@ -77,15 +79,10 @@ def trained(family: str, device: str, form: str, steps: int) -> tuple[list[float
         return losses, engine.master_weights(), {param.name: param.matrices for param in params if param.matrices}
 
 
-def compare(family: str, device: str, form: str, steps: int) -> float:
+def largest_error(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """The largest relative error of a parameter. The biases of GPT-2's keys are left out: their gradients are nothing
     but rounding, which AdamW makes steps of."""
-    losses, weights, matrices = trained(family, device, form, steps)
-    assert matrices
-    expected, stock = in_a_plain_loop(family, steps, tuple(matrices.items()))
-    assert losses[-1] < losses[0] - 0.5 or steps == 1
-    assert losses == pytest.approx(expected, rel=1e-2 if form == "bf16" else 1e-5)
-    return max(relative_error(weights[name], stock[name]) for name in stock if "c_attn.bias" not in name)
+    return max(relative_error(weights[name], expected[name]) for name in expected if "c_attn.bias" not in name)
 
 
 @pytest.fixture
@@ -102,12 +99,23 @@ def quick_only(*quick: str) -> list[Any]:
 @pytest.mark.usefixtures("in_float32")
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), "sim:3"])
 @pytest.mark.parametrize("family", quick_only("llama"))
-def test_twenty_steps_in_float32_equal_those_of_torch(family: str, device: str) -> None:
-    assert compare(family, device, "fp32", STEPS) < (1e-5 if family != "gpt2" else 1e-4)
+def test_twenty_steps_in_float32_are_as_exact_as_those_of_torch(family: str, device: str) -> None:
+    """Of the same loop in float64, both miss some 1e-5 of a weight: Newton-Schulz makes a small singular value, which
+    is mostly rounding, up to 3.4445**5 times larger. Which of the two is nearer is chance."""
+    losses, weights, matrices = trained(family, device, "fp32", STEPS)
+    stock, exact = (
+        in_a_plain_loop(family, STEPS, tuple(matrices.items()), dtype) for dtype in (torch.float32, torch.float64)
+    )
+    assert losses[-1] < losses[0] - 0.5
+    assert losses == pytest.approx(exact[0], rel=1e-5)
+    assert largest_error(weights, exact[1]) < 3 * largest_error(stock[1], exact[1]) < 1e-4
 
 
 @pytest.mark.parametrize("family", quick_only("mixtral"))
 def test_a_step_in_bfloat16_equals_that_of_torch_but_for_rounding(family: str) -> None:
     """Directions differ by a few of the last bits of bfloat16, of which a step makes less than a tenth of a weight."""
     in_a_plain_loop.cache_clear()
-    assert compare(family, "cpu", "bf16", 1) < 5e-3
+    losses, weights, matrices = trained(family, "cpu", "bf16", 1)
+    expected, stock = in_a_plain_loop(family, 1, tuple(matrices.items()))
+    assert losses == pytest.approx(expected, rel=1e-2)
+    assert largest_error(weights, stock) < 5e-3
