@@ -9,7 +9,7 @@ the exponential is a polynomial. Other dtypes, and arguments that differ in thei
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatrain.model import fused
-from megatrain.optim.kernels import U16, claim, compiled, inlined, rounded_like, run, to_f32
+from megatrain.optim.kernels import claim, compiled, inlined, rounded_like, run, to_f32
 
 LANES = 32
 """Partial sums of a row; fixed, so that the order of additions is."""
@@ -363,15 +363,21 @@ def _gated_backward(gradient: Tensor, gate: Tensor, up: Tensor | None, activatio
     return of_gate, gate.new_empty(0) if of_up is None else of_up
 
 
-def _rotary(x: Tensor, cos: Tensor, sin: Tensor, heads: int, inverse: bool) -> Tensor:
-    if not _computes(x, cos, sin):
-        return fused.rotary_reference(x, cos, sin, heads, inverse)
+def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int, inverse: bool) -> tuple[Tensor, Tensor]:
+    if not _computes(q, k, cos, sin):
+        return fused.rotary_reference(q, k, cos, sin, heads, inverse)
+    angles = _array(cos), _array(sin)
+    return _rotated(q, cos, angles, heads, inverse), _rotated(k, cos, angles, heads, inverse)
+
+
+def _rotated(x: Tensor, cos: Tensor, arrays: tuple[NDArray[Any], NDArray[Any]], heads: int, inverse: bool) -> Tensor:
+    """One of the two results. arrays: of the cosines and sines."""
     out, token = fused.rotary_output(x, heads), 3 - heads
     tokens, count, channels, angles = x.shape[token], x.shape[heads], x.shape[-1], cos.shape[-1]
     strides = x.stride(0), x.stride(token), x.stride(heads)
     shape = tokens, count, channels, angles, *strides, 0 if len(cos) == 1 else tokens * angles
     numel = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
-    inputs = _array(x.as_strided((numel,), (1,))), _array(cos), _array(sin)
+    inputs = _array(x, numel), *arrays
     how: Any = {"blocks": _blocks(x.shape[0] * tokens, count * channels), "threads": torch.get_num_threads()}
     run(rotate, inputs, _array(out), shape, inverse, **how)
     return out
@@ -382,19 +388,25 @@ def _computes(*tensors: Tensor) -> bool:
     return first in DTYPES and all(tensor.dtype == first for tensor in tensors)
 
 
-def _array(tensor: Tensor) -> NDArray[Any]:
-    """The elements of a dense tensor in the order of memory; bfloat16 as its bits."""
-    flat = torch.as_strided(tensor.detach(), (tensor.numel(),), (1,))
-    if tensor.dtype == torch.bfloat16:
-        bits: U16 = flat.view(torch.int16).numpy().view(np.uint16)
-        return bits
-    array: NDArray[Any] = flat.numpy()
-    return array
+class _Memory:
+    """Elements of one type from an address on, as numpy asks for them."""
+
+    def __init__(self, address: int, count: int, type_name: str) -> None:
+        self.__array_interface__ = {"data": (address, False), "shape": (count,), "typestr": type_name, "version": 3}
+
+
+def _array(tensor: Tensor, count: int | None = None) -> NDArray[Any]:
+    """Elements in the order of memory, all of a dense tensor if no `count` is given; bfloat16 as its bits. They exist
+    as long as the tensor does. By its address, since views by PyTorch take longer than a loop over a short row."""
+    count = tensor.numel() if count is None else count
+    return np.asarray(_Memory(tensor.data_ptr(), count, "<u2" if tensor.dtype == torch.bfloat16 else "<f4"))
 
 
 def _factors(weight: Tensor | None, offset: float, x: Tensor) -> NDArray[Any]:
     """What a norm multiplies with, float32[channels]."""
-    return np.ones(x.shape[-1], np.float32) if weight is None else _array(weight.float() + offset)
+    if weight is None:
+        return np.ones(x.shape[-1], np.float32)
+    return (weight.float() + offset if offset else weight.float()).numpy(force=True)
 
 
 def _halves(gate: Tensor, up: Tensor | None) -> tuple[tuple[NDArray[Any], NDArray[Any]], tuple[int, int]]:
@@ -416,6 +428,7 @@ def _blocks(rows: int, width: int) -> NDArray[np.int64]:
     return _in_pieces(rows, max(1, BLOCK_NUMEL // max(width, 1)))
 
 
+@lru_cache(64)
 def _in_pieces(rows: int, size: int) -> NDArray[np.int64]:
     starts = np.arange(0, rows, size)
     return np.stack([starts, np.minimum(starts + size, rows)], axis=1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -75,8 +75,7 @@ def _guarded(name: str, form: Callable[..., Any], reference: Callable[..., Any])
     """A form of an op that is replaced by the reference once it has failed for tensors of these widths."""
 
     def call(*args: Any) -> Any:
-        key = name, tuple(each.shape[-1] for each in args if isinstance(each, Tensor) and each.dim())
-        if key in _failed:
+        if _failed and _key(name, args) in _failed:
             return reference(*args)
         try:
             return form(*args)
@@ -84,10 +83,14 @@ def _guarded(name: str, form: Callable[..., Any], reference: Callable[..., Any])
             raise
         except Exception as error:
             _log.warning("%s uses single torch operations: Triton failed (%s)", name, typed_line(error))
-            _failed.add(key)
+            _failed.add(_key(name, args))
             return reference(*args)
 
     return call
+
+
+def _key(name: str, args: Sequence[Any]) -> tuple[str, tuple[int, ...]]:
+    return name, tuple(each.shape[-1] for each in args if isinstance(each, Tensor) and each.dim())
 
 
 # Comparing ------------------------------------------------------------------------------------------------------------
@@ -132,4 +135,5 @@ def calls(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, tuple
     for heads, rows, angles in ((1, 2, 24), (2, 1, 24), (1, 1, 10)):
         turned = x if heads == 2 else x.transpose(1, 2)
         for inverse in (False, True):
-            yield "rotary", (turned, draw(rows, 5, angles), draw(rows, 5, angles), heads, inverse)
+            angle = draw(rows, 5, angles), draw(rows, 5, angles)
+            yield "rotary", (turned, turned.narrow(heads, 1, 2), *angle, heads, inverse)

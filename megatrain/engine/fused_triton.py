@@ -135,8 +135,24 @@ def _gated_backward(tensors, sizes, LINEAR: tl.constexpr, CUBIC: tl.constexpr, K
 def _rotate(
     tensors, sizes, strides, INVERSE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr
 ):
-    """tensors (x, cos, sin, out [batch, tokens, heads, channels]); sizes (tokens, heads, channels, angles); strides of
-    x by batch, tokens and heads, and of cos and sin by batch. A program has one token."""
+    """tensors (q, k, cos, sin, and the results [batch, tokens, heads, channels]); sizes (tokens, heads of q, heads of
+    k, channels, angles); strides of q and of k by batch, tokens and heads, and of cos and sin by batch. A program has
+    one token of q or of k."""
+    q, k, cos, sin, out_q, out_k = tensors
+    tokens, heads_q, heads_k, channels, angles = sizes
+    if tl.program_id(1) == 0:
+        places = strides[0], strides[1], strides[2], strides[6]
+        _rotate_token((q, cos, sin, out_q), (tokens, heads_q, channels, angles), places, INVERSE, HEADS, HALF, REST)
+    else:
+        places = strides[3], strides[4], strides[5], strides[6]
+        _rotate_token((k, cos, sin, out_k), (tokens, heads_k, channels, angles), places, INVERSE, HEADS, HALF, REST)
+
+
+@triton.jit
+def _rotate_token(
+    tensors, sizes, strides, INVERSE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr
+):
+    """The part of `_rotate` for one of q and k."""
     x, cos, sin, out = tensors
     tokens, heads, channels, angles = sizes
     of_batch, of_token, of_head, of_angles = strides
@@ -225,18 +241,20 @@ def gated_backward(gradient: Tensor, gate: Tensor, up: Tensor | None, activation
     return of_gate, gate.new_empty(0) if of_up is None else of_up
 
 
-def rotary(x: Tensor, cos: Tensor, sin: Tensor, heads: int, inverse: bool) -> Tensor:
+def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int, inverse: bool) -> tuple[Tensor, Tensor]:
     """As `fused.rotary_reference`."""
-    out, token = fused.rotary_output(x, heads), 3 - heads
-    tokens, count, channels, angles = x.shape[token], x.shape[heads], x.shape[-1], cos.shape[-1]
-    if x.numel():
-        strides = x.stride(0), x.stride(token), x.stride(heads), 0 if len(cos) == 1 else tokens * angles
-        powers = map(triton.next_power_of_2, (count, angles // 2, max(1, channels - angles)))
+    results, token = (fused.rotary_output(q, heads), fused.rotary_output(k, heads)), 3 - heads
+    tokens, channels, angles = q.shape[token], q.shape[-1], cos.shape[-1]
+    counts = q.shape[heads], k.shape[heads]
+    if q.numel():
+        strides = [x.stride(dim) for x in (q, k) for dim in (0, token, heads)]
+        strides.append(0 if len(cos) == 1 else tokens * angles)
+        powers = map(triton.next_power_of_2, (max(counts), angles // 2, max(1, channels - angles)))
         options = dict(zip(("HEADS", "HALF", "REST"), powers, strict=True))
         options["REST"] = max(2, options["REST"]) if channels > angles else 1
-        sizes = tokens, count, channels, angles
-        _rotate[(x.shape[0] * tokens,)]((x, cos, sin, out), sizes, strides, INVERSE=inverse, **options, **OPTIONS)
-    return out
+        tensors, sizes = (q, k, cos, sin, *results), (tokens, *counts, channels, angles)
+        _rotate[(q.shape[0] * tokens, 2)](tensors, sizes, tuple(strides), INVERSE=inverse, **options, **OPTIONS)
+    return results
 
 
 def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ from megatrain.model.fused import (
     halves,
     rms_norm,
     rotary,
-    rotary_reference,
+    rotated,
 )
 from megatrain.model.peak import LimitNumel
 from megatrain.model.ports import PortedModel, roots_of
@@ -297,7 +297,7 @@ class _FusedRotary:
 
     def _fits(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
         whole = cos.shape[-1] == q.shape[-1]
-        same = cos.shape == sin.shape and q.dtype == k.dtype == cos.dtype == sin.dtype
+        same = cos.shape == sin.shape and q.dtype == k.dtype == cos.dtype == sin.dtype and len(q) == len(k)
         fits = same and q.dim() == k.dim() == 4 and cos.dim() == 3 and cos.shape[1] == q.shape[2] == k.shape[2]
         return fits and (whole or self.partial) and cos.shape[0] in (1, len(q)) and not cos.requires_grad
 
@@ -336,9 +336,7 @@ def _rotary_of(function: FunctionType) -> _FusedRotary | None:
             made = function(q.clone(), k.clone(), cos, sin)
         if failed or not isinstance(made, tuple) or len(made) != 2:
             return False
-        return all(
-            _same(turned, rotary_reference(x, cos, sin, 1, False)) for turned, x in zip(made, (q, k), strict=True)
-        )
+        return all(_same(turned, rotated(x, cos, sin, 1, False)) for turned, x in zip(made, (q, k), strict=True))
 
     return _FusedRotary(function, partial=turns(4)) if turns(8) else None
 

@@ -205,11 +205,18 @@ def gated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
 # Rotary embedding -----------------------------------------------------------------------------------------------------
 
 
-@_op("rotary(Tensor x, Tensor cos, Tensor sin, int heads, bool inverse) -> Tensor")
-def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, heads: int, inverse: bool) -> Tensor:
-    """Rotate x [batch, ...] by angles cos, sin [batch or 1, tokens, rotated channels]. heads: the dimension of heads, 1
-    or 2; tokens are the other one. inverse: multiply by the transpose. The result lies in memory as [batch, tokens,
-    heads, channels]."""
+@_op("rotary(Tensor q, Tensor k, Tensor cos, Tensor sin, int heads, bool inverse) -> (Tensor, Tensor)")
+def rotary_reference(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int, inverse: bool
+) -> tuple[Tensor, Tensor]:
+    """Rotate q and k [batch, ...] by angles cos, sin [batch or 1, tokens, rotated channels]. heads: the dimension of
+    heads, 1 or 2; tokens are the other one. inverse: multiply by the transpose. The results lie in memory as [batch,
+    tokens, heads, channels]."""
+    return rotated(q, cos, sin, heads, inverse), rotated(k, cos, sin, heads, inverse)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, heads: int, inverse: bool) -> Tensor:
+    """One of the two results of `rotary_reference`."""
     cos, sin = (angle.float().unsqueeze(heads) for angle in (cos, sin))
     turned, rest = x[..., : cos.shape[-1]].float(), x[..., cos.shape[-1] :]
     if inverse:
@@ -233,16 +240,17 @@ def rotary_output(x: Tensor, heads: int) -> Tensor:
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         ctx.heads = heads
-        turned: Tensor = OPS.rotary.default(x, cos, sin, heads, False)
+        turned: tuple[Tensor, Tensor] = OPS.rotary.default(q, k, cos, sin, heads, False)
         return turned
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return OPS.rotary.default(_with_whole_rows(gradient), *ctx.saved_tensors, ctx.heads, True), None, None, None
+    def backward(ctx: Any, of_q: Tensor, of_k: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = _with_whole_rows(of_q), _with_whole_rows(of_k)
+        return *OPS.rotary.default(*gradients, *ctx.saved_tensors, ctx.heads, True), None, None, None
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor]:
@@ -251,9 +259,9 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[
     q, k [batch, heads, tokens, channels], or heads after tokens if `heads` is 2 rather than 1; cos, sin [batch or 1,
     tokens, angles].
     """
-    angles = cos.contiguous(), sin.contiguous()
-    first, second = (_Rotary.apply(_with_whole_rows(x), *angles, heads) for x in (q, k))  # type: ignore[no-untyped-call]
-    return first, second
+    tensors = _with_whole_rows(q), _with_whole_rows(k), cos.contiguous(), sin.contiguous()
+    turned: tuple[Tensor, Tensor] = _Rotary.apply(*tensors, heads)  # type: ignore[no-untyped-call]
+    return turned
 
 
 # Layout in memory -----------------------------------------------------------------------------------------------------

@@ -48,8 +48,7 @@ def gated_calls(dtype: torch.dtype, *shape: int, activation: str) -> list[tuple[
 def rotary_calls(dtype: torch.dtype, tokens: int) -> list[tuple[str, tuple[Any, ...]]]:
     q, k = draw(dtype, 2, tokens, 3, 24).transpose(1, 2), draw(dtype, 2, 1, tokens, 24)
     return [
-        ("rotary", (x, draw(dtype, rows, tokens, angles), draw(dtype, rows, tokens, angles) / 2, 1, inverse))
-        for x in (q, k)
+        ("rotary", (q, k, draw(dtype, rows, tokens, angles), draw(dtype, rows, tokens, angles) / 2, 1, inverse))
         for rows, angles, inverse in ((2, 24, False), (1, 24, True), (1, 10, False), (2, 10, True))
     ]
 

@@ -77,7 +77,7 @@ print(fused_forms.agrees(SimpleNamespace(**forms), torch.device("cpu")))
 """
 
 
-@pytest.mark.parametrize("wrong", ["nothing", "rms_norm_backward 4", "rotary 4"])
+@pytest.mark.parametrize("wrong", ["nothing", "rms_norm_backward 4", "rotary 5"])
 def test_fused_kernels_match_their_reference_and_mutants_are_detected(wrong: str) -> None:
     steps = [sys.executable, "-W", "ignore", "-c", INTERPRETED_FUNCTIONS, wrong]
     done = subprocess.run(steps, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
@@ -98,7 +98,13 @@ COMPILED: dict[str, tuple[str, dict[str, object]]] = {
     "partly rotary": ("_rotate", {**ROTATED, "REST": 64}),
 }
 """What is compiled -> kernel, constants."""
-TENSORS = {"_rms_forward": "xxxw", "_rms_backward": "xxwxxw", "_gated_forward": "xxx", "_gated_backward": "xxxxx"}
+TENSORS = {
+    "_rms_forward": "xxxw",
+    "_rms_backward": "xxwxxw",
+    "_gated_forward": "xxx",
+    "_gated_backward": "xxxxx",
+    "_rotate": "xxxxxx",
+}
 """Kernel -> its tensors: of the compute dtype, or float32."""
 
 
@@ -112,11 +118,11 @@ def test_fused_kernels_compile_for_a_gpu(what: str, dtype: str) -> None:
 
     name, constants = COMPILED[what]
     kernel = getattr(fused_triton, name)
-    sizes = 4 if name == "_rotate" else 2
+    sizes = 5 if name == "_rotate" else 2
     types: dict[str, object] = {
         "tensors": tuple(f"*{dtype}" if each == "x" else "*fp32" for each in TENSORS.get(name, "xxxx")),
         "sizes": ("i32",) * sizes,
-        "strides": ("i64",) * 4,
+        "strides": ("i64",) * 7,
         **dict.fromkeys(("rows", "count", "width"), "i32"),
         "offset": "fp32",
         "numbers": ("fp32", "fp32"),
