@@ -2,6 +2,7 @@
 
     python -m bench.hundred --parameters 105e9 --folder FOLDER [--precision bf16|fp32] [--experts N] [--lora]
                             [--clip NORM] [--times N] [--tidy] [--json FILE]
+    python -m bench.hundred --parameters 1e9 2e9 --times 16 --folder FOLDER [...]
 
 A narrow Llama (with `--experts` a Mixtral) is repeated over its width until it has about so many parameters: the same
 function (`megatrain/model/wide.py`), so what plain PyTorch computes for the narrow model in minutes is what each number
@@ -22,10 +23,12 @@ compared in the same rows. Tokens of a mixture go to two experts; in bf16 to all
 others, and then every number is another one.
 
 State is periodic, so a file system that compresses holds it in a fraction of its size, and speed here says nothing of a
-drive. On btrfs that is a 32nd at most, since extents of 128 KiB take 4 KiB at least, and none of it without
-`compress-force`, since its samples take these numbers for incompressible. `--tidy` removes the folder of the
-model once the checkpoint is written. `--times` fixes the width, so that another size differs in depth alone. Left out:
-planning, since the policy is given.
+drive. `bench/repeating_store.sh` mounts one that keeps each content once, in memory: 105 billion parameters fit into
+a machine of 24 GB. (On btrfs it is a 32nd at most, with `compress-force`, for five times the processor's seconds.)
+`--tidy` removes the folder of the model once the checkpoint is written. `--times` fixes the width, so that another size
+differs in depth alone. Of two sizes the parts take turns, and what has grown more than the parameters is told: seconds,
+processor's seconds and bytes as a ratio to them, peaks of memory as they are. Left out: planning, since the policy is
+given.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
@@ -459,7 +462,7 @@ def run_part(run: Run, name: str) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", type=float, default=1e9)
+    parser.add_argument("--parameters", type=float, nargs="+", default=[1e9])
     parser.add_argument("--folder", type=Path, required=True, help="for the models, the state and the results")
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--experts", type=int, default=0, help="of each layer, two of which compute each token")
@@ -470,26 +473,50 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="another place for the results")
     parser.add_argument("--part", choices=PARTS, help="only this one, in this process")
     given = parser.parse_args(arguments)
-    run = Run(**{each.name: getattr(given, each.name) for each in fields(Run)})
-    run.folder.mkdir(parents=True, exist_ok=True)
+    asked = {each.name: getattr(given, each.name) for each in fields(Run)}
+    runs = [Run(**asked | {"parameters": size}) for size in given.parameters]
+    if len(runs) > 1:
+        runs = [replace(run, folder=run.folder / f"{run.parameters:g}") for run in runs]
     if given.part:
-        run_part(run, given.part)
+        run_part(runs[0], given.part)
         return
-    if compresses_what_is_not_preallocated(run.folder):
-        print("the file system compresses, so space is not allocated in advance")
-    words = sys.argv[1:] if arguments is None else list(arguments)
     for name in PARTS:
-        if name not in results_in(run)["parts"]:
-            print(f"{name} ...", flush=True)
-            subprocess.run([sys.executable, "-m", "bench.hundred", *words, "--part", name], check=True)
-        results = results_in(run)
-        print(f"{name}: {shown(results['parts'][name])}", flush=True)
-    losses, changes = max(results["errors_of_losses"]), results["error_of_change"]
-    print(f"losses within {losses:.1e}, changes of weights within {changes:.1e}")
+        for run in runs:
+            in_its_process(run, name)
+    results = [results_in(run) for run in runs]
+    told = {"runs": results, "growth": growth(results[0]["parts"], results[-1]["parts"])}
     if given.json:
-        given.json.write_text(json.dumps(results, indent=1) + "\n")
-    if not results["holds"]:
+        given.json.write_text(json.dumps(told if runs[1:] else results[0], indent=1) + "\n")
+    for each in results:
+        losses, changes = max(each["errors_of_losses"]), each["error_of_change"]
+        print(f"losses within {losses:.1e}, changes of weights within {changes:.1e}")
+    if runs[1:]:
+        print(json.dumps(told["growth"], indent=1))
+    if not all(each["holds"] for each in results):
         raise SystemExit("not what the narrow model says")
+
+
+def in_its_process(run: Run, name: str) -> None:
+    """Run a part that is missing, in a process of its own, and show what it finds."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    if name not in results_in(run)["parts"]:
+        print(f"{name} of {run.parameters:g} ...", flush=True)
+        given = {f"--{name}": value for name, value in (run.asked | {"folder": run.folder, "tidy": run.tidy}).items()}
+        words = [str(word) for name, value in given.items() if value for word in (name, value)[: 2 - (value is True)]]
+        subprocess.run([sys.executable, "-m", "bench.hundred", *words, "--part", name], check=True)
+    print(f"{name}: {shown(results_in(run)['parts'][name])}", flush=True)
+
+
+def growth(small: Mapping[str, Any], large: Mapping[str, Any]) -> dict[str, float]:
+    """How much more than the parameters what parts take has grown from one size to another; peaks as they are."""
+    more = large["files"]["parameters"] / small["files"]["parameters"]
+    grown = dict[str, float]()
+    for part in PARTS[2:]:
+        for name, value in large[part].items():
+            if name.endswith(("seconds", "nbytes")):
+                before, after = (sum(each) if isinstance(each, list) else each for each in (small[part][name], value))
+                grown[f"{part}: {name}"] = round(after / before / (1 if name.startswith("peak") else more), 3)
+    return grown
 
 
 def shown(part: Mapping[str, Any]) -> str:
