@@ -1,6 +1,6 @@
 """Optimizers' arithmetic on numpy arrays in host memory: the split float32 master, norms, learning rates.
 
-    optimizer.py      what every optimizer says of itself, its update on the host
+    optimizer.py      the base class of optimizers, and its update on the host
     adamw.py, lion.py hyperparameters and factors of a step
     split_master.py   a float32 master as its bfloat16 bits and the 16 bits below them; the arrays of a unit's state
     muon.py           hyperparameters, the passes before and after matrices are made orthogonal
