@@ -7,7 +7,6 @@ import filecmp
 import json
 import os
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +26,7 @@ from megatrain.checkpoint.range_writer import OpenFile, TensorWriter, writing_ra
 from megatrain.errors import ExportError
 from megatrain.model import PortedModel, port_model
 from megatrain.model.checkpoint_names import WrittenModel
+from tests.killed import die, killed
 from tests.saved import (
     config_as_stock_saves_it,
     contents,
@@ -326,19 +326,12 @@ def test_an_unwritable_parent_folder_is_one_clear_error(
 
 def killed_in_export(llama: Any, target: Path, *, progress: Callable[..., None], prepare: Callable[[], object]) -> None:
     """Export other weights in a child process, which is to kill itself on the way."""
-    child = os.fork()
-    if child == 0:
-        try:
-            signal.alarm(60)
-            prepare()
-            export_model(llama[0], lambda name: llama[1](name) + 1, target, shard_nbytes=20_000, progress=progress)
-        finally:
-            os._exit(1)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
 
+    def work() -> None:
+        prepare()
+        export_model(llama[0], lambda name: llama[1](name) + 1, target, shard_nbytes=20_000, progress=progress)
 
-def die(*_: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+    killed(work)
 
 
 def die_in_rename(ending: str) -> None:

@@ -22,6 +22,7 @@ from megatrain.checkpoint.manifest import full_check, quick_check
 from megatrain.checkpoint.save import PlannedCheckpoint
 from megatrain.errors import CheckpointError, ConfigError
 from megatrain.system.atomic import put_all_right
+from tests.killed import die, killed
 from tests.saved import bits, expected, loaded, ported, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process.*is multi-threaded, use of fork:DeprecationWarning")
@@ -175,22 +176,6 @@ def test_an_undeletable_checkpoint_is_one_clear_error(
 
 
 # Killed --------------------------------------------------------------------------------------------------------------
-
-
-def die(*_: object, **__: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def killed(work: Callable[[], object]) -> None:
-    """Do it in a child process, which is to kill itself on the way."""
-    child = os.fork()
-    if child == 0:
-        try:
-            signal.alarm(60)
-            work()
-        finally:
-            os._exit(1)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
 
 
 def die_at_call(owner: Any, name: str, when: Callable[..., bool]) -> None:

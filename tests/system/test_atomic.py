@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.system.atomic import appearing, finish_vanishing, put_all_right, put_right, vanish
+from tests.killed import die, killed
 
 
 @pytest.fixture(params=["overlayfs", "simulated"])
@@ -43,24 +43,9 @@ def image(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     subprocess.run(["umount", str(merged)], check=True)
 
 
-def killed(work: Callable[[], object]) -> None:
-    child = os.fork()
-    if child == 0:
-        try:
-            signal.alarm(60)
-            work()
-        finally:
-            os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-
-
 def replace(target: Path) -> None:
     with appearing(target) as staging:
         (staging / "weights").write_text("new")
-
-
-def die(*_: object, **__: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def die_half_deleted(folder: Path) -> None:
