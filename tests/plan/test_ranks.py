@@ -23,6 +23,7 @@ from megatrain.spec import Hardware, Limits, ModelSpec, Numerics, Policy, Work
 from megatrain.spec.hardware import AttentionRate, ProductRate
 from megatrain.spec.layout import layout_of
 from megatrain.spec.limits import parse_nbytes
+from tests.schedule.test_directions import with_matrices
 
 SMALL = llama_shape("small", 6, 1024, vocabulary=8000)
 PLAIN = Hardware("plain", 8 << 30, 32 << 30, 1e10, 1e10, 1e13, 4e10, devices=4, link_bandwidth=4e9)
@@ -143,6 +144,20 @@ def test_host_collectives_use_dram_and_bus_and_direct_links_do_not() -> None:
         assert own.dram_nbytes(op) == bus.dram_nbytes(op) == 0
     assert of.linked == bus.linked == {"fetch": 25 / 40, "grad": 25 / 40}
     assert own.linked == link_shares(machine("4x-rtx-4090")) == {}
+
+
+def test_ranks_share_the_products_of_an_update_and_pay_for_the_slowest() -> None:
+    """Each matrix is made orthogonal once, and its parts cross the link twice; the slowest rank has what no cut could
+    lessen, a matrix of the largest size."""
+    seconds = dict[tuple[int, str], float]()
+    for ranks in (1, 4):
+        question = asked(ranks, model=with_matrices(SMALL))
+        plan = examine(question, Choice(Numerics(), Policy()), 4)
+        price = op_seconds(question.model, Numerics(), Policy(), plan.work, question.hardware)
+        for kind in ("ORTHOGONALIZE", "ALLTOALL", "REDUCE"):
+            seconds[ranks, kind] = sum(price(op) for op in plan.timeline.schedule.ops if op.kind == kind)
+    assert seconds[1, "ORTHOGONALIZE"] / 4 <= seconds[4, "ORTHOGONALIZE"] < seconds[1, "ORTHOGONALIZE"] / 3
+    assert 0 < seconds[4, "ALLTOALL"] < seconds[4, "REDUCE"]
 
 
 def test_shared_memory_sums_are_priced_by_bytes_read_and_written() -> None:
