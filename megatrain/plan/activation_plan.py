@@ -346,7 +346,10 @@ def _added(costs: KindCosts, parts: Any) -> tuple[dict[str, Any], dict[str, Any]
     early = {"grad": costs.offload, "fetch": costs.reload_early, "write": costs.write, DRAM: costs.dram}
     late = {"compute": costs.compute, "fetch": costs.reload, "grad": costs.offload_late, "read": costs.read}
     late[DRAM] = costs.dram
-    forward, backward = ({stream: parts @ np.array(of) for stream, of in each.items()} for each in (early, late))
+    none = np.zeros(len(parts))
+    forward, backward = (
+        {stream: parts @ np.array(of) if any(of) else none for stream, of in each.items()} for each in (early, late)
+    )
     return forward, backward
 
 

@@ -333,7 +333,8 @@ def with_placements(question: Question, choice: Choice, micro_batch: int, in_hos
     if rounds > 1:
         once = _added_by_placements(question.cost_key, *state, 1)[1:]
         repeated = (plus(change, less, -1.0) for change, less in zip(changes, once, strict=True))
-        further = tuple(plus(taken, change) for taken, change in zip(further, repeated, strict=True))
+        more_busy, more_late = (plus(taken, change) for taken, change in zip(further, repeated, strict=True))
+        further = more_busy, more_late
     placed = replace(in_host, nbytes=nbytes, busy=busy, late=late, movable=movable, further=further)
     if not shares:
         return replace(placed, seconds=in_host.seconds + placed.least_seconds() - in_host.least_seconds())

@@ -100,16 +100,21 @@ class Search:
 
     def options(self) -> list[tuple[Point, Option]]:
         """The options that fit by their estimates, of all points that climbs from a few starts came by, the fastest
-        first. There is one of a kind."""
+        first. There is one of a kind; and none that offloads outputs of ops, or that reads less ahead, where another
+        seems as fast, since only replays tell how long these wait."""
         for starts in self._starts():
             self._climb(starts)
-        options = [(_cost(option), point, option) for point, each in self._known.items() for option in each]
+        options = [(point, option) for point, each in self._known.items() for option in each]
         distinct: dict[Hashable, tuple[Point, Option]] = {}
-        for _, point, option in sorted(options, key=lambda each: each[0]):
+        most_ahead: dict[Hashable, int] = {}
+        for point, option in sorted(options, key=lambda each: _rank(each[1])):
             policy, on_device = option.choice.policy, (point.layer_parts > 0, point.weight_parts > 0)
-            streams = len(policy.updates_streamed(self.question.model)) > 0
-            kind = option.micro_batch, policy.micro_batches_per_round, policy.read_ahead_nbytes, streams
-            distinct.setdefault((*kind, offloads_outputs(option.counts), on_device), (point, option))
+            streams, ahead = len(policy.updates_streamed(self.question.model)) > 0, policy.read_ahead_nbytes
+            kind = option.micro_batch, policy.micro_batches_per_round, streams, on_device
+            staying = most_ahead.get((*kind, False, ahead > 0), -1)
+            if ahead > max(staying, most_ahead.get((*kind, offloads_outputs(option.counts), ahead > 0), -1)):
+                most_ahead[(*kind, offloads_outputs(option.counts), ahead > 0)] = ahead
+                distinct[(*kind, offloads_outputs(option.counts), ahead)] = point, option
         # Estimates of state on the device are the roughest, so the first of each kind of that comes first.
         first = {(point.layer_parts > 0, point.weight_parts > 0): point for point, _ in reversed(distinct.values())}
         return sorted(distinct.values(), key=lambda each: each[0] not in first.values())
@@ -293,12 +298,6 @@ class Search:
         return state_nbytes(self.question.model, self._space.usual.numerics, placed)["device"]
 
     @property
-    def promised(self) -> Estimate | None:
-        """The estimate of the fastest plan, `None` if nothing fits. Nothing is replayed whole."""
-        options = [option.estimate for _, option in self.options()[:1]] or [self.leanest(self.budgets).estimate]
-        return next((each for each in options if each.fits(self.budgets)), None)
-
-    @property
     def leanest_plan(self) -> Plan:
         """The plan that exceeds the budgets least by its replay: of the leanest for these budgets, and for as little as
         possible of a memory, which is the same however much is short; of mixtures, whose replays may take more than
@@ -320,6 +319,12 @@ def _cost(option: Option) -> tuple[float, int]:
     return float(f"{option.seconds:.4g}"), sum(option.estimate.nbytes.values())
 
 
+def _rank(option: Option) -> tuple[float, bool, int, int]:
+    """By what options are replayed first: as `_cost`, and of equally fast ones those that wait least."""
+    seconds, nbytes = _cost(option)
+    return seconds, offloads_outputs(option.counts), -option.choice.policy.read_ahead_nbytes, nbytes
+
+
 # Refusals -------------------------------------------------------------------------------------------------------------
 
 
@@ -333,7 +338,7 @@ def _nearest_change(least: Plan) -> str:
     """The first change of the question that makes it fit, least painful first, in words."""
     for words, other in changes(least.question):
         search = Search(other)
-        if search.leanest(search.budgets).estimate.fits(search.budgets) and search.plans():
+        if _promises(search) and search.plans():
             return f"{words} would fit"
     return provide(least.question, least.nbytes)
 
@@ -344,24 +349,33 @@ def _nearest_change(least: Plan) -> str:
 def fits(question: Question) -> bool:
     """Whether any policy fits by its estimate."""
     with gc_paused():
-        search = Search(question)
-        return search.leanest(search.budgets).estimate.fits(search.budgets)
+        return _promises(Search(question))
 
 
 def survey(question: Question, budgets: Iterable[Mapping[str, int]]) -> list[Estimate | None]:
     """The estimate of the fastest plan for each of several budgets (tier -> bytes), `None` where nothing fits. Nothing
     is replayed whole."""
-    estimates: list[Estimate | None] = []
     with gc_paused():
-        estimates += [Search(question, each).promised for each in budgets]
-    return estimates
+        return [_promised(Search(question, each)) for each in budgets]
+
+
+def _promises(search: Search) -> bool:
+    """Whether any option fits by its estimate."""
+    usual = search._space.every_size(search._space.usual)
+    return any(map(search.price, usual)) or search.leanest(search.budgets).estimate.fits(search.budgets)
+
+
+def _promised(search: Search) -> Estimate | None:
+    """The estimate of the fastest plan, `None` if nothing fits."""
+    options = [option.estimate for _, option in search.options()[:1]] or [search.leanest(search.budgets).estimate]
+    return next((each for each in options if each.fits(search.budgets)), None)
 
 
 def faster_plan(question: Question, seconds: float = inf) -> Plan | None:
     """The fastest plan that fits, or `None` if there is none or its estimate is not below `seconds`."""
     with gc_paused(), suppress(DoesNotFit):
         search = Search(question)
-        promised = search.promised
+        promised = _promised(search)
         if promised is not None and (promised.seconds < seconds or seconds == inf):
             return within_lock_limit(question, lambda each: _best_plan(search if each is question else Search(each)))
     return None

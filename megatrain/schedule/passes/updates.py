@@ -300,6 +300,8 @@ class Updates:
 
 def read_ahead(ops: Sequence[Op]) -> list[Op]:
     """The ops with each READ of a piece as soon as its slot is free, so that the disk works ahead of the updates."""
+    if not any(op.kind == "READ" for op in ops):
+        return list(ops)
     before: dict[int, list[Op]] = defaultdict(list)
     free: dict[str, int] = {}
     earliest = 0
