@@ -77,7 +77,7 @@ def transient_buffers(model: ModelSpec, numerics: Numerics, policy: Policy, work
     """Name -> buffer of what `build_step` adds that exists only while compute needs it. Where nothing is offloaded, all
     that depends on the sizes of micro-batches and of loss chunks is in these."""
     builder = Builder(model, numerics, policy, work, "none", trains=True)
-    builder.visits()
+    _visits(builder)
     return {name: buffer for name, buffer in builder.buffers.items() if not buffer.arena}
 
 
@@ -139,15 +139,7 @@ class Builder:
     # Whole schedules ------------------------------------------------------------------------------------------------
 
     def step(self) -> Schedule:
-        return self._emit(self.visits())
-
-    def visits(self) -> list[Visit]:
-        """The visits of a step, without copies of weights."""
-        visits: list[Visit] = []
-        for number, micros in enumerate(self.rounds):
-            self.alive.round = number
-            visits += [*self._forward_visits(micros), self._loss_visit(micros), *self._backward_visits(micros)]
-        return visits
+        return self._emit(_visits(self))
 
     def forward(self) -> Schedule:
         (micros,) = self.rounds
@@ -342,6 +334,15 @@ class Builder:
         if not self.gradients.is_whole(unit):
             return self.gradients.save_partial(unit)
         return self.updates.gradient_out(unit)
+
+
+def _visits(builder: Builder) -> list[Visit]:
+    """The visits of a step, without copies of weights."""
+    visits: list[Visit] = []
+    for number, micros in enumerate(builder.rounds):
+        builder.alive.round = number
+        visits += [*builder._forward_visits(micros), builder._loss_visit(micros), *builder._backward_visits(micros)]
+    return visits
 
 
 def _tap(builder: Builder, unit: int, micro: int) -> Access:
