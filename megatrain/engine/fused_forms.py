@@ -7,16 +7,17 @@ line. A kernel that fails later, for a width that was not tried, say, is replace
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatrain.device import Device
+from megatrain.device.triton_kernels import tried_kernels
 from megatrain.engine import fused_cpu
 from megatrain.errors import typed_line
 from megatrain.model import PortedModel
@@ -47,18 +48,9 @@ def _runs_on_gpu(device: torch.device) -> bool:
     """Whether the fused functions run there; registers Triton's kernels if nothing else is registered."""
     if has_gpu_kernels():
         return True
-    where = f"layers on {device} keep the library's kernels"
-    try:
-        if not importlib.import_module("torch.utils._triton").has_triton():
-            _log.warning("%s: triton is not installed", where)
-            return False
-        kernels = importlib.import_module("megatrain.engine.fused_triton")
-        is_right = agrees(kernels, device)
-    except Exception as error:  # no compiler for its launchers, say
-        _log.warning("%s: Triton failed (%s)", where, typed_line(error))
-        return False
-    if not is_right:
-        _log.warning("%s: Triton's fused ones compute something else here", where)
+    kernels, why = tried_kernels(lambda: import_module("megatrain.engine.fused_triton"), device, agrees)
+    if kernels is None:
+        _log.warning("layers on %s keep the library's kernels: %s", device, why)
         return False
     for name, reference in REFERENCES.items():
         LIBRARY.impl(name, _guarded(name, getattr(kernels, name), reference), "CUDA")

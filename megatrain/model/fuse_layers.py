@@ -106,37 +106,23 @@ class _Fused:
 
 
 @dataclass(frozen=True, eq=False)
-class _RmsNorm(_Fused):
+class _Norm(_Fused):
     module: nn.Module
     plain: Callable[..., Any]
     weight: str | None
     """Name of its parameter."""
-    offset: float
     eps: float
+    offset: float | None = None
+    """What an RMS norm adds to its weight; None for a layer norm."""
 
     def __str__(self) -> str:
-        return "RMS norm"
+        return "layer norm" if self.offset is None else "RMS norm"
 
     def compute(self, x: Tensor) -> Tensor:
-        return rms_norm(x, _held(self.module, self.weight), self.offset, self.eps)
-
-
-@dataclass(frozen=True, eq=False)
-class _LayerNorm(_Fused):
-    module: nn.Module
-    plain: Callable[..., Any]
-    weight: str | None
-    eps: float
-
-    def __str__(self) -> str:
-        return "layer norm"
-
-    def compute(self, x: Tensor) -> Tensor:
-        return functional.layer_norm(x, x.shape[-1:], _held(self.module, self.weight), None, self.eps)
-
-
-def _held(module: nn.Module, name: str | None) -> Tensor | None:
-    return None if name is None else module._parameters[name]
+        weight = None if self.weight is None else self.module._parameters[self.weight]
+        if self.offset is None:
+            return functional.layer_norm(x, x.shape[-1:], weight, None, self.eps)
+        return rms_norm(x, weight, self.offset, self.eps)
 
 
 def _norm_of(module: nn.Module) -> _Fused | None:
@@ -162,9 +148,9 @@ def _norm_of(module: nn.Module) -> _Fused | None:
     for eps in _epsilons(module):
         for offset in (0.0, 1.0) if weight is not None else (0.0,):
             if gives(lambda x, offset=offset, eps=eps: _exact_rms_norm(x, wide, offset, eps)):  # type: ignore[misc]
-                return _RmsNorm(module, plain, name, offset, eps)
+                return _Norm(module, plain, name, eps, offset)
         if gives(lambda x, eps=eps: functional.layer_norm(x, x.shape[-1:], wide, None, eps)):  # type: ignore[misc]
-            return _LayerNorm(module, plain, name, eps)
+            return _Norm(module, plain, name, eps)
     return None
 
 

@@ -8,10 +8,10 @@ it has been compared with them bit for bit.
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from importlib import import_module
 from itertools import product
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatrain.device import Device
-from megatrain.errors import typed_line
+from megatrain.device.triton_kernels import MISSING, tried_kernels
 from megatrain.optim import AdamW, AdamWScalars, StateArrays, StepScalars
 from megatrain.optim.kernels import Segment
 from megatrain.spec import Part
@@ -127,17 +127,10 @@ def kernels_for(device: Device) -> Any:
 def _kernels(device: torch.device) -> Any:
     if device.type != "cuda":
         return None
-    try:
-        if not importlib.import_module("torch.utils._triton").has_triton():
-            return None
-        kernels = importlib.import_module("megatrain.train.device_adamw_triton")
-        is_same = agrees(kernels, device)
-    except Exception as error:  # no compiler for its launchers, say
-        _log.warning("AdamW on %s uses single torch operations: Triton failed (%s)", device, typed_line(error))
-        return None
-    if not is_same:
-        _log.warning("AdamW on %s uses single torch operations: Triton's kernel rounds differently here", device)
-    return kernels if is_same else None
+    kernels, why = tried_kernels(lambda: import_module("megatrain.train.device_adamw_triton"), device, agrees)
+    if why and why != MISSING:
+        _log.warning("AdamW on %s uses single torch operations: %s", device, why)
+    return kernels
 
 
 def agrees(kernels: Any, device: torch.device) -> bool:

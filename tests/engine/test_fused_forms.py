@@ -37,7 +37,7 @@ def fused_modules(layer: torch.nn.Module) -> int:
     ("has", "agrees", "why"),
     [
         (False, True, "triton is not installed"),
-        (True, False, "Triton's fused ones compute something else here"),
+        (True, False, "Triton's kernels compute something else here"),
         (True, None, "Triton failed (ValueError: invalid literal for int() with base 10: 'x')"),
     ],
 )

@@ -1,0 +1,30 @@
+"""Tries kernels for Triton on a device before anything relies on them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatrain.errors import typed_line
+
+MISSING = "triton is not installed"
+
+
+def tried_kernels(
+    load: Callable[[], Any], device: torch.device, agrees: Callable[[Any, torch.device], bool]
+) -> tuple[Any, str]:
+    """What `load` imports and "", or None and why the device cannot use it.
+
+    load: imports the module of kernels. agrees: whether they compute there what they should; they are compiled for it,
+    so the device must be idle.
+    """
+    try:
+        if not importlib.import_module("torch.utils._triton").has_triton():
+            return None, MISSING
+        kernels = load()
+        return (kernels, "") if agrees(kernels, device) else (None, "Triton's kernels compute something else here")
+    except Exception as error:  # no compiler for its launchers, say
+        return None, f"Triton failed ({typed_line(error)})"
