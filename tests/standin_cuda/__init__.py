@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import importlib
+import importlib.util
 import os
 import shutil
 import sys
@@ -58,9 +59,23 @@ def build() -> Any:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "building").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
+        finished = folder / "finished"
+        if finished.exists():  # `load` would compile again for a checkout in another folder
+            return _imported(folder / f"{NAME}.so")
         (folder / "lock").unlink(missing_ok=True)  # of a build that was killed, for which `load` would wait forever
         sources = [str(source) for source in SOURCES]
-        return load(NAME, sources, extra_cflags=list(FLAGS), build_directory=str(folder))
+        extension = load(NAME, sources, extra_cflags=list(FLAGS), build_directory=str(folder))
+        finished.touch()
+        return extension
+
+
+def _imported(library: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(NAME, library)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _sources_hash() -> str:
