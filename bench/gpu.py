@@ -1,14 +1,20 @@
 """Training on a GPU compared with plain PyTorch and DeepSpeed: speed, memory, and how accurate the plan was.
 
     python -m bench.gpu [--out FOLDER] [--seconds 600] [--sizes 160M,1.5B] [--contenders NAME,NAME] [--again] [--dry]
+    python -m bench.gpu --field --seconds 1800 [--out FOLDER] [--sizes NAME,NAME] [--contenders NAME,NAME] [--dry]
     python -m bench.gpu --replan [--out FOLDER]
 
-The machine is probed. Then, for each size whose state fits into host memory, the engine trains the model by the plan
-that `megatrain train` would make for this machine, once with all of the device's memory and once with 24 GB of it (an
-RTX 4090's), which a model must stream through. Beside it, with the same tokens, train: plain PyTorch with everything in
-device memory (float32 parameters, bfloat16 autocast, fused AdamW, clipping), as it is, with checkpointing, compiled,
-and both; and DeepSpeed ZeRO-3 with parameters and optimizer in host memory where it is installed. Why a contender did
-not run is printed. They run one after another.
+The machine is probed. Then, for each size whose state fits into memory, the engine trains the model by the plan that
+`megatrain train` would make for this machine, with the library's kernels and with fused ones in all of the device's
+memory, and once in 24 GB of it (an RTX 4090's), which a model must stream through. Beside it, with the same tokens,
+train: plain PyTorch with everything in device memory (float32 parameters, bfloat16 autocast, fused AdamW, clipping), as
+it is, with checkpointing, compiled, and both; and DeepSpeed ZeRO-3 with parameters and optimizer in host memory where
+it is installed. Why a contender did not run is printed. They run one after another.
+
+With `--field` the sizes are those for which others publish what they reach on one H100, whose peak is an H200's: the
+same shape, sequences and tokens of a step, and where they state it the same device memory. Their figures are quoted
+beside the result. llmq and dataflow hold weights, gradients and optimizer state in bfloat16, where this engine has
+float32 masters and moments. The parts run by contender, the most telling first, so that 30 minutes fill the table.
 
 Each contender on each size is a part; its result is in `gpu.json` as soon as it is known, and a later call goes on with
 the parts that are not there, on the same machine only (`--again` begins anew). No part starts after `--seconds`.
@@ -51,8 +57,18 @@ Batches = list[dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
+class Published:
+    """What a system reaches on one H100, and the bytes of device memory that it takes, if stated."""
+
+    system: str
+    tokens_per_second: float
+    device_nbytes: int | None = None
+
+
+@dataclass(frozen=True)
 class Size:
-    """A Llama shape, and how a step is cut: `rows` sequences in each of `count` micro-batches."""
+    """A shape of the library's `kind` of model, and how a step is cut: `rows` sequences in each of `count`
+    micro-batches. groups: heads of keys and values, all if None. `steps` are timed, after two that warm up."""
 
     hidden: int
     intermediate: int
@@ -62,15 +78,30 @@ class Size:
     count: int
     length: int = 2048
     vocabulary: int = 32000
+    kind: str = "llama"
+    groups: int | None = None
+    tied: bool = False
+    steps: int = 3
+    published: Published | None = None
 
     @property
     def tokens(self) -> int:
         return self.rows * self.count * self.length
 
     @property
+    def key_value_heads(self) -> int:
+        return self.groups or self.heads
+
+    @property
     def parameters(self) -> int:
-        layer = 4 * self.hidden**2 + 3 * self.hidden * self.intermediate
-        return self.layers * layer + 2 * self.vocabulary * self.hidden
+        """Of its matrices."""
+        narrow = self.hidden // self.heads * self.key_value_heads
+        layer = 2 * self.hidden * (self.hidden + narrow) + 3 * self.hidden * self.intermediate
+        return self.layers * layer + (1 if self.tied else 2) * self.vocabulary * self.hidden
+
+    @property
+    def is_limited(self) -> bool:
+        return self.published is not None and self.published.device_nbytes is not None
 
 
 SIZES = {
@@ -81,10 +112,41 @@ SIZES = {
     "30B": Size(6656, 17920, 60, 52, 8, 4),
 }
 DRY_SIZES = {"tiny": Size(64, 128, 2, 2, 2, 2, length=32, vocabulary=256)}
+GIB = 1 << 30
+_QWEN: dict[str, Any] = {"length": 1024, "kind": "qwen2", "steps": 1}
+_LLAMA_8B: dict[str, Any] = {"length": 1024, "vocabulary": 128256, "groups": 8, "steps": 1}
+FIELD = {
+    "Qwen2.5-1.5B": Size(
+        *(1536, 8960, 28, 12, 16, 32),
+        **_QWEN,
+        vocabulary=151936,
+        groups=2,
+        tied=True,
+        published=Published("llmq", 59254),
+    ),
+    "Qwen2.5-7B": Size(
+        *(3584, 18944, 28, 28, 8, 64), **_QWEN, vocabulary=152064, groups=4, published=Published("llmq", 13818)
+    ),
+    "8B in 67 GiB": Size(4096, 14336, 32, 32, 8, 32, **_LLAMA_8B, published=Published("dataflow", 12500, 67 * GIB)),
+    "8B in 8.8 GiB": Size(
+        *(4096, 14336, 32, 32, 8, 32), **_LLAMA_8B, published=Published("dataflow", 10300, int(8.8 * GIB))
+    ),
+    "Qwen2.5-14B": Size(
+        *(5120, 13824, 48, 40, 8, 64), **_QWEN, vocabulary=152064, groups=8, published=Published("llmq", 6315)
+    ),
+}
+"""llmq: step 3 of its bf16 logs, 512 sequences a step (https://github.com/IST-DASLab/llmq @7f895bd:
+benchmarks/H100x1.md). dataflow: as issue 46 quotes it, 256 sequences a step; its source was not found again, and
+`published.json` has what ml_dataflow records for other lengths."""
+DRY_FIELD = {
+    "tiny": replace(DRY_SIZES["tiny"], kind="qwen2", groups=1, tied=True, steps=1, published=Published("nobody", 1.0)),
+    "tiny in 1 GiB": replace(DRY_SIZES["tiny"], groups=1, steps=1, published=Published("nobody", 1.0, GIB)),
+}
 STATE_NBYTES = 14
 """Per parameter in host memory: masters, moments and gradients of a bf16 engine."""
 HOST_SHARE = 0.8
-STREAMED, IN_24_GB = "megatrain", "megatrain in 24 GB"
+STREAMED, FUSED, IN_24_GB = "megatrain", "megatrain fused", "megatrain in 24 GB"
+OURS = (STREAMED, FUSED, IN_24_GB)
 LIMIT_NBYTES = 24 * 10**9
 PLAIN: dict[str, set[str]] = {
     "plain": set(),
@@ -93,10 +155,12 @@ PLAIN: dict[str, set[str]] = {
     "plain checkpointed and compiled": {"checkpoint", "compile"},
 }
 ZERO = "deepspeed zero-3 offload"
-CONTENDERS = (STREAMED, IN_24_GB, *PLAIN, ZERO)
+CONTENDERS = (*OURS, *PLAIN, ZERO)
+FIELD_CONTENDERS = (FUSED, STREAMED, "plain compiled", "plain checkpointed and compiled", ZERO)
+"""The others have no limit of device memory."""
 FEWER = 4, 16
 """Steps of so many times fewer tokens are timed too: there the host's time shows."""
-WARM_UP, STEPS = 2, 3
+WARM_UP = 2
 LEARNING_RATE = 1e-4
 
 
@@ -148,21 +212,22 @@ def on_device(size: Size) -> Batches:
 
 def build(size: Size, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A fresh model in host memory, initialised on the device, because that is fast, and then rounded to `dtype`."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     fields: dict[str, Any] = {
         "hidden_size": size.hidden,
         "intermediate_size": size.intermediate,
         "num_hidden_layers": size.layers,
         "num_attention_heads": size.heads,
-        "num_key_value_heads": size.heads,
+        "num_key_value_heads": size.key_value_heads,
         "vocab_size": size.vocabulary,
         "max_position_embeddings": size.length,
+        "tie_word_embeddings": size.tied,
     }
     torch.manual_seed(0)
     fits = torch.cuda.mem_get_info()[0] > 5 * size.parameters
     with torch.device("cuda" if fits else "cpu"):
-        model = LlamaForCausalLM(LlamaConfig(**fields))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(size.kind, **fields))
     fresh: PreTrainedModel = torch.nn.Module.to(model, dtype).cpu().train()
     return fresh
 
@@ -173,13 +238,13 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
     getattr(model, "activation_checkpointing_enable", older)({"use_reentrant": False})
 
 
-def timed(step: Callable[[], float]) -> tuple[list[float], float, int]:
+def timed(step: Callable[[], float], steps: int) -> tuple[list[float], float, int]:
     """Seconds of each step after those that warm up, the last loss, and the most device memory."""
     for _ in range(WARM_UP):
         step()
     torch.cuda.reset_peak_memory_stats()
     seconds, loss = [], 0.0
-    for _ in range(STEPS):
+    for _ in range(steps):
         torch.cuda.synchronize()
         began = time.perf_counter()
         loss = step()
@@ -200,6 +265,7 @@ def streamed(name: str, contender: str, size: Size, hardware: Hardware) -> Part:
     """MegaTrain, by the plan that it makes for this machine."""
     import megatrain
     from megatrain.model import ModelSource, port_model
+    from megatrain.model.fuse_layers import fuse_layers
     from megatrain.plan import Question, examine, find_plan
     from megatrain.plan.host_resources import available_host_nbytes
     from megatrain.spec import Limits
@@ -207,9 +273,12 @@ def streamed(name: str, contender: str, size: Size, hardware: Hardware) -> Part:
 
     model = build(size, torch.bfloat16)  # which takes host memory while it is planned
     ported = port_model(model, torch.bfloat16)
-    limits = Limits(device_nbytes=LIMIT_NBYTES if contender == IN_24_GB else None)
+    if contender == FUSED:
+        fuse_layers(ported)
+    limits = Limits(device_nbytes=device_limit(size, contender))
     free = replace(hardware, host_nbytes=available_host_nbytes(), device_nbytes=torch.cuda.mem_get_info()[0])
-    question = Question(ported.spec, free, size.tokens, size.length, limits=limits)
+    told = {"kernels": "fused" if contender == FUSED else "stock"}
+    question = Question(ported.spec, free, size.tokens, size.length, overrides=told, limits=limits)
     plan = find_plan(question)
     optimizer = megatrain.AdamW(lr=LEARNING_RATE)
     how: Any = {"device": "cuda:0", "optimizer": optimizer, "policy": plan.policy, "numerics": plan.numerics}
@@ -217,7 +286,7 @@ def streamed(name: str, contender: str, size: Size, hardware: Hardware) -> Part:
         del model
         gc.collect()
         work = batches(size, plan.micro_batch, question.sequences)
-        seconds, loss, peak = timed(lambda: engine.step(work).loss)
+        seconds, loss, peak = timed(lambda: engine.step(work).loss, size.steps)
         host = host_peak_nbytes()
         engine.diagnostics.record_timeline = True
         engine.step(work)
@@ -225,11 +294,12 @@ def streamed(name: str, contender: str, size: Size, hardware: Hardware) -> Part:
         engine.diagnostics.record_timeline = False
         assert timeline is not None
         fewer = {}
-        for tokens in sorted({size.tokens // each for each in FEWER if size.tokens // each >= size.length}):
+        steps = () if size.published else FEWER
+        for tokens in sorted({size.tokens // each for each in steps if size.tokens // each >= size.length}):
             smaller = replace(question, tokens_per_step=tokens)
             rows = min(plan.micro_batch, smaller.sequences)
             step = partial(engine.step, batches(size, rows, smaller.sequences))
-            taken = statistics.median(timed(lambda step=step: step().loss)[0])  # type: ignore[misc]
+            taken = statistics.median(timed(lambda step=step: step().loss, size.steps)[0])  # type: ignore[misc]
             fewer[tokens] = taken, examine(smaller, plan.choice, rows).seconds
         return Part(
             name,
@@ -248,6 +318,13 @@ def streamed(name: str, contender: str, size: Size, hardware: Hardware) -> Part:
             planned_host_nbytes=plan.nbytes["host"],
             loss=loss,
         )
+
+
+def device_limit(size: Size, contender: str) -> int | None:
+    """Bytes of device memory that the engine may take; None for all."""
+    if contender == IN_24_GB:
+        return LIMIT_NBYTES
+    return size.published.device_nbytes if size.published else None
 
 
 def busy(measured: Timeline, planned: Timeline) -> dict[str, tuple[float, float]]:
@@ -307,7 +384,7 @@ def plain(name: str, contender: str, size: Size, hardware: Hardware) -> Part:
         optimizer.step()
         return float(total)
 
-    seconds, loss, peak = timed(step)
+    seconds, loss, peak = timed(step, size.steps)
     host = host_peak_nbytes()
     speed = _speed(size, seconds, flops, hardware)
     return Part(name, contender, **speed, device_peak_nbytes=peak, host_peak_nbytes=host, loss=loss)
@@ -361,7 +438,7 @@ def zero(name: str, size: Size, hardware: Hardware) -> Part:
             total += loss.detach() / len(work)
         return float(total)
 
-    seconds, loss, peak = timed(step)
+    seconds, loss, peak = timed(step, size.steps)
     host = host_peak_nbytes()
     speed = _speed(size, seconds, flops, hardware)
     return Part(name, ZERO, **speed, device_peak_nbytes=peak, host_peak_nbytes=host, loss=loss)
@@ -371,7 +448,7 @@ def measured(name: str, contender: str, size: Size, hardware: Hardware) -> Part:
     """The part; what stands in the way of one is told in it."""
     host_peak_nbytes(anew=True)
     try:
-        if contender in (STREAMED, IN_24_GB):
+        if contender in OURS:
             return streamed(name, contender, size, hardware)
         if contender == ZERO:
             return zero(name, size, hardware)
@@ -434,13 +511,15 @@ def replanned(found: Mapping[str, Any]) -> Iterator[tuple[str, int, float, float
 
     hardware = recorded(found)
     for key, part in found["parts"].items():
-        if part["why"] or part["contender"] not in (STREAMED, IN_24_GB):
+        if part["why"] or part["contender"] not in OURS:
             continue
-        size = SIZES[part["size"]]
-        widths: Any = {"feed_forward": size.intermediate, "vocabulary": size.vocabulary, "key_value_heads": size.heads}
+        size = {**SIZES, **FIELD}[part["size"]]
+        widths: Any = {"feed_forward": size.intermediate, "vocabulary": size.vocabulary, "tied": size.tied}
+        widths["key_value_heads"] = size.key_value_heads
         model = llama_shape(part["size"], size.layers, size.hidden, **widths)
-        limits = Limits(device_nbytes=LIMIT_NBYTES if part["contender"] == IN_24_GB else None)
-        question = Question(model, hardware, size.tokens, size.length, limits=limits)
+        limits = Limits(device_nbytes=device_limit(size, part["contender"]))
+        told = {"kernels": "fused" if part["contender"] == FUSED else "stock"}
+        question = Question(model, hardware, size.tokens, size.length, overrides=told, limits=limits)
         plan = find_plan(question)
         yield key, size.tokens, part["seconds"], part["planned_seconds"], plan.seconds
         for tokens, (measured, then) in part["fewer"].items():
@@ -455,6 +534,9 @@ def show(part: Part) -> str:
         return f"{part.size:>5} {part.contender}: {part.why}"
     line = f"{part.size:>5} {part.contender}: {part.tokens_per_second:,.0f} tokens/s, MFU {part.mfu:.1%}"
     line += f", device {part.device_peak_nbytes / 1e9:.2f} GB, host {part.host_peak_nbytes / 1e9:.2f} GB"
+    if part.size in FIELD and (known := FIELD[part.size].published):
+        share = part.tokens_per_second / known.tokens_per_second
+        line += f", {share:.2f}x of {known.system}'s {known.tokens_per_second:,.0f} on an H100"
     if part.planned_seconds:
         line += f", planned {part.planned_seconds / part.seconds:.2f}x of the measured time"
         line += f", {part.in_nbytes / 1e9:.1f} GB in and {part.out_nbytes / 1e9:.1f} GB out a step"
@@ -478,6 +560,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="train on a GPU beside other systems")
     parser.add_argument("--out", type=Path, help="folder of gpu.json: bench/results, or with --dry a temporary one")
     parser.add_argument("--seconds", type=float, default=600.0, help="start no part after this long")
+    parser.add_argument("--field", action="store_true", help="the sizes for which others publish figures")
     parser.add_argument("--sizes", help="only these, with commas between them")
     parser.add_argument("--contenders", help=f"only these, with commas between them: {', '.join(CONTENDERS)}")
     parser.add_argument("--again", action="store_true", help="leave out what an earlier call has found")
@@ -494,9 +577,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("no CUDA device: nothing was measured")
         return 0
     began = time.monotonic()
-    sizes = DRY_SIZES if given.dry else SIZES
+    sizes = (DRY_FIELD if given.dry else FIELD) if given.field else DRY_SIZES if given.dry else SIZES
     sizes = {name: sizes[name] for name in chosen(parser, "size", given.sizes, sizes)}
-    contenders = chosen(parser, "contender", given.contenders, CONTENDERS)
+    contenders = chosen(parser, "contender", given.contenders, FIELD_CONTENDERS if given.field else CONTENDERS)
     found: dict[str, Any] = {} if given.again or not path.exists() else json.loads(path.read_text())
     machine = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__}
     if found.setdefault("machine", machine) != machine:
@@ -504,25 +587,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parts = found.setdefault("parts", {})
     hardware = recorded(found) if "hardware" in found else probed(dry=given.dry)
     found["hardware"] = asdict(hardware)
-    for name, size in sizes.items():
-        if STATE_NBYTES * size.parameters > HOST_SHARE * hardware.host_nbytes:
-            print(f"{name:>5}: its state does not fit into host memory")
+    for name, contender in ordered(sizes, contenders, hardware, by_contender=given.field):
+        key = f"{name} {contender}"
+        if key in parts:
             continue
-        for contender in contenders:
-            key = f"{name} {contender}"
-            if key in parts:
-                continue
-            if time.monotonic() - began > given.seconds:
-                print(f"{key}: no time left; call again to go on")
-                continue
-            part = measured(name, contender, size, hardware)
-            parts[key] = asdict(part)
-            print(show(part), flush=True)
-            out.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(found, indent=1, default=str) + "\n")
-            gc.collect()
-            torch.cuda.empty_cache()
+        if time.monotonic() - began > given.seconds:
+            print(f"{key}: no time left; call again to go on")
+            continue
+        part = measured(name, contender, sizes[name], hardware)
+        parts[key] = asdict(part)
+        print(show(part), flush=True)
+        out.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found, indent=1, default=str) + "\n")
+        gc.collect()
+        torch.cuda.empty_cache()
     return 0
+
+
+def ordered(
+    sizes: Mapping[str, Size], contenders: Sequence[str], hardware: Hardware, *, by_contender: bool
+) -> Iterator[tuple[str, str]]:
+    """(size, contender) of each part that this machine can run, in the order in which they do."""
+    for name, size in list(sizes.items()):
+        device_nbytes = min(hardware.device_nbytes, device_limit(size, STREAMED) or hardware.device_nbytes)
+        if STATE_NBYTES * size.parameters > HOST_SHARE * hardware.host_nbytes + device_nbytes:
+            print(f"{name:>5}: its state does not fit into memory")
+            sizes = {other: each for other, each in sizes.items() if other != name}
+    pairs = [(name, contender) for name in sizes for contender in contenders]
+    if by_contender:
+        pairs = [(name, contender) for contender in contenders for name in sizes]
+    return (pair for pair in pairs if pair[1] in OURS or not sizes[pair[0]].is_limited)
 
 
 if __name__ == "__main__":
