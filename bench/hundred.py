@@ -514,9 +514,11 @@ def growth(small: Mapping[str, Any], large: Mapping[str, Any]) -> dict[str, floa
 def shown(part: Mapping[str, Any]) -> str:
     """A part's times, bytes and errors, in words."""
     words = {"seconds": duration, "nbytes": amount, "error": "{:.3f}".format, "to": "{:.2f}".format}
-    kinds = {name: next((words[kind] for kind in words if kind in name.split("_")), None) for name in part}
-    values = {name: value if isinstance(value, list) else [value] for name, value in part.items() if kinds[name]}
-    return ", ".join(f"{name} {' '.join(map(kinds[name], each))}" for name, each in values.items())
+    said = []
+    for name, value in part.items():
+        for kind in words.keys() & name.split("_"):
+            said.append(" ".join([name, *map(words[kind], value if isinstance(value, list) else [value])]))
+    return ", ".join(said)
 
 
 if __name__ == "__main__":

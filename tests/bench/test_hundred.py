@@ -31,6 +31,11 @@ def test_a_small_one_follows_the_narrow_model_and_an_error_in_one_row_is_found(
     assert max(results["errors_of_losses"] + results["errors_of_norms"]) < 1e-5
     assert max(results["parts"]["narrow"]["norms"]) > 2.0, "clipping did something"
     assert all(nbytes > 0 for nbytes in results["parts"]["steps"]["written_nbytes"])
+    parts = results["parts"]
+    deeper = parts | {"files": {"parameters": 2 * parts["files"]["parameters"]}}
+    grown = hundred.growth(parts, deeper)
+    assert grown["steps: written_nbytes"] == 0.5, "the same bytes for twice the parameters"
+    assert grown["resumed: peak_process_nbytes"] == 1.0
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a part ran again"))
     main(["--parameters", "1e6", "--folder", str(run.folder), "--precision", "fp32", "--times", "2", "--clip", "2.0"])
     assert "losses within" in capsys.readouterr().out
