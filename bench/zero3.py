@@ -44,6 +44,7 @@ from megatrain.schedule.build import Builder
 from megatrain.schedule.contents import Gradient
 from megatrain.schedule.passes.gradients import Gradients
 from megatrain.schedule.passes.prefetch import Visit
+from megatrain.schedule.passes.updates import Updates
 from megatrain.spec import ModelSpec, Numerics, Policy, Work
 from megatrain.train.progress import describe_activations
 
@@ -125,6 +126,7 @@ class MicroMajor(UpdatesLast):
         self.gradients: EachMicroBatch = EachMicroBatch(
             model, numerics, policy, work, self.buffers, self.pinned_staging
         )
+        self.updates = Updates(model, numerics, policy, self.buffers, self.gradients, self.state)
 
     def step(self) -> Schedule:
         visits: list[Visit] = []
