@@ -33,9 +33,8 @@ from megatrain.errors import CorruptRegion, DiskError, DiskFull
 from megatrain.formatting import amount, at_least, at_most
 from megatrain.memory.io_queue import Bytes, Reads, Region, Request, Traffic, Writes
 from megatrain.memory.scratch_files import Block, Calls, ScratchFile, Space, as_disk_error, lay_out, system_calls
-from megatrain.spec.hardware import SECTOR
+from megatrain.spec.hardware import BLOCK_NBYTES, SECTOR
 
-BLOCK_NBYTES = 4 << 20
 DEPTH = 4
 
 Range = tuple[str, Tensor | NDArray[np.uint8], int]

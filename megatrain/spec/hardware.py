@@ -39,6 +39,9 @@ Block = Annotated[int, Bounds(512, 1 << 30)]
 SECTOR = 4096
 """Alignment of direct I/O in bytes, in memory and in files, sufficient for every known drive."""
 
+BLOCK_NBYTES = 4 << 20
+"""Bytes of a request to the disk, enough for the full speed of every known drive."""
+
 
 def whole_sectors(nbytes: int) -> int:
     """`nbytes` rounded up to whole sectors."""

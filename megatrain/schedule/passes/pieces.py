@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from megatrain.spec import WEIGHT_NBYTES, ModelSpec, Numerics, Part, Policy
-from megatrain.spec.hardware import whole_sectors
+from megatrain.spec import ModelSpec, Numerics, Part, Policy
+from megatrain.spec.hardware import BLOCK_NBYTES, whole_sectors
 from megatrain.spec.layout import ALIGNMENT, NORM_BLOCK, OWNED, Layout, MatrixGroup, Ownership
 
 Piece = tuple[int, int]
@@ -23,6 +23,9 @@ Piece = tuple[int, int]
 PIECE_NBYTES, MOST_PIECES = 64 << 20, 64
 """Bytes of a piece, all its arrays together, which are enough for the full speed of bus and drive; and about how many
 pieces a unit has at most. Larger units have larger pieces, since each piece costs a thread some time."""
+
+WHOLE_BLOCKS = BLOCK_NBYTES // 2
+"""Elements of which an array of two or four bytes each fills whole blocks of the disk; a multiple of `NORM_BLOCK`."""
 
 LEAST_NUMEL = 1 << 10
 """Elements of the smallest streamed piece, however small shards are; a multiple of `ALIGNMENT`."""
@@ -88,13 +91,13 @@ def largest_disk_pieces(trained: Layout, numerics: Numerics, policy: Policy) -> 
 
 
 def _disk_numel(trained: Layout, numerics: Numerics, policy: Policy) -> int:
-    grain = NORM_BLOCK
+    element_nbytes = sum(array.nbytes for array in arrays_of(trained, numerics))
+    numel = max(PIECE_NBYTES, trained.own_size * element_nbytes // MOST_PIECES) // element_nbytes
+    grain = WHOLE_BLOCKS if numel >= WHOLE_BLOCKS else NORM_BLOCK
     if trained.ranks > 1:
         most = max(1, policy.shard_nbytes // numerics.weight_nbytes)
         grain = max(1, most // (OWNED * trained.ranks)) * OWNED
-    element_nbytes = sum(array.nbytes for array in arrays_of(trained, numerics))
-    nbytes = max(PIECE_NBYTES, trained.own_size * element_nbytes // MOST_PIECES)
-    return max(grain, nbytes // element_nbytes // grain * grain)
+    return max(grain, numel // grain * grain)
 
 
 def streamed_pieces(trained: Layout, numerics: Numerics, policy: Policy) -> Sequence[Piece]:

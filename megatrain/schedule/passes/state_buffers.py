@@ -33,6 +33,7 @@ from megatrain.schedule.passes.pieces import (
     ends_of,
     groups_of,
     largest_disk_pieces,
+    merged,
     most_alive,
     own_groups,
 )
@@ -211,6 +212,14 @@ def ring_slot_nbytes(trained: Layout, numerics: Numerics, policy: Policy, placem
         for piece in largest_disk_pieces(trained, numerics, policy)
     ]
     return max(nbytes)
+
+
+def landing_pieces(trained: Layout, numerics: Numerics, policy: Policy, placement: Placement) -> Sequence[Piece]:
+    """The pieces in which a gradient leaves for the disk: as many of those of updates together as a slot holds."""
+    pieces = disk_pieces(trained, numerics, policy)
+    largest = max(stop - start for start, stop in pieces) * numerics.grad_nbytes
+    together = ring_slot_nbytes(trained, numerics, policy, placement) // whole_sectors(largest)
+    return merged(pieces, -(-len(pieces) // together))
 
 
 def pieces_in_steps(

@@ -37,7 +37,7 @@ from megatrain.schedule.passes.pieces import (
     streamed_pieces,
     touched_nbytes,
 )
-from megatrain.schedule.passes.state_buffers import RING, StateBuffers, pieces_in_steps, state_name
+from megatrain.schedule.passes.state_buffers import RING, StateBuffers, landing_pieces, pieces_in_steps, state_name
 from megatrain.spec import ModelSpec, Numerics, Part, Policy, Tier
 from megatrain.spec.hardware import SECTOR
 from megatrain.spec.layout import layout_of
@@ -206,7 +206,9 @@ class Updates:
         if not waits:
             return self.ops(unit, "", "new")
         ops: list[Op] = []
-        for number, piece in enumerate(self._disk_pieces(unit)):
+        trained, placement = layout_of(self._model.units[unit]).trained, self._policy.placement(unit)
+        pieces = landing_pieces(trained, self._numerics, self._policy, placement)
+        for number, piece in enumerate(merged(pieces, self.most_pieces)):
             home = self._home(unit, passing[-1], piece, "", "disk")
             here = Access(self._next_slot(THROUGH_HOST), 0, home.stop - home.start, home.content)
             ops += self._landed(unit, number, piece, here)
