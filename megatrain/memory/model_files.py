@@ -27,11 +27,11 @@ from torch import Tensor
 from megatrain.device.worker import OwningProcess
 from megatrain.errors import CorruptRegion, DiskError
 from megatrain.memory.checksum import checksum
-from megatrain.memory.disk import BLOCK_NBYTES, DEPTH
+from megatrain.memory.disk import DEPTH
 from megatrain.memory.io_queue import Bytes, Region, Request, Traffic
 from megatrain.memory.scratch_files import Block, as_disk_error
 from megatrain.spec import FileBytes
-from megatrain.spec.hardware import SECTOR, whole_sectors
+from megatrain.spec.hardware import BLOCK_NBYTES, SECTOR, whole_sectors
 from megatrain.spec.layout import Layout
 
 SAMPLES = 8
