@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from megatrain.spec import ModelSpec, Numerics, Part, Policy
+from megatrain.spec import WEIGHT_NBYTES, ModelSpec, Numerics, Part, Policy
 from megatrain.spec.hardware import BLOCK_NBYTES, whole_sectors
 from megatrain.spec.layout import ALIGNMENT, NORM_BLOCK, OWNED, Layout, MatrixGroup, Ownership
 
