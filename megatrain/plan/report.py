@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatrain.formatting import SECONDS_PER_DAY, amount, counted, duration, flops, metric, rate, tokens
-from megatrain.optim.adamw import AdamW
-from megatrain.optim.muon import matrix_shape, orthogonalize_flops
 from megatrain.plan.analysis import MIN_GAIN_SHOWN, Change, Outlook, hidden_from
 from megatrain.plan.cost import MEASURED_OVER_PLANNED, product_seconds, step_flops
 from megatrain.plan.question import Plan, Question
@@ -354,6 +352,8 @@ def as_content(outlook: Outlook) -> dict[str, Any]:
 def describe_matrices(plan: Plan) -> list[tuple[str, str]]:
     """(name, fact) about parameters that are updated as whole matrices, if there are any: which, what their optimizer
     keeps less of them than AdamW does, and what making directions orthogonal adds to a step."""
+    from megatrain.optim import AdamW, matrix_shape, orthogonalize_flops  # which imports numba, for seconds
+
     question, directions = plan.question, Use.DIRECTIONS.value
     model, form = question.model, question.model.newton_schulz
     whole = [param for unit in model.units for param in unit.params if param.trainable and param.matrices]

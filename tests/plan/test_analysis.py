@@ -401,7 +401,7 @@ def test_an_upgrade_is_found_if_nothing_fits() -> None:
 
 def test_upgrades_are_relative_to_the_plan() -> None:
     """Where an estimate is far off the plan, its step replayed whole is what gains are relative to."""
-    model = llama_shape("small", 8, 1024, vocabulary=8000)
+    model = llama_shape("small", 16, 1024, vocabulary=8000)
     device, host = 8 * model.numel + 10**9, 3 * model.numel
     limits, more_host = (Limits(device_nbytes=device, host_nbytes=nbytes) for nbytes in (host, 2 * host))
     plan = find_plan(Question(model, machine("rtx-4090"), 4096, 1024, limits=limits, overrides={"micro_batch": 4}))
