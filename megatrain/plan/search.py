@@ -100,21 +100,16 @@ class Search:
 
     def options(self) -> list[tuple[Point, Option]]:
         """The options that fit by their estimates, of all points that climbs from a few starts came by, the fastest
-        first. There is one of a kind; and none that offloads outputs of ops, or that reads less ahead, where another
-        seems as fast, since only replays tell how long these wait."""
+        first. There is one of a kind."""
         for starts in self._starts():
             self._climb(starts)
-        options = [(point, option) for point, each in self._known.items() for option in each]
+        options = [(_cost(option), point, option) for point, each in self._known.items() for option in each]
         distinct: dict[Hashable, tuple[Point, Option]] = {}
-        most_ahead: dict[Hashable, int] = {}
-        for point, option in sorted(options, key=lambda each: _rank(each[1])):
+        for _, point, option in sorted(options, key=lambda each: each[0]):
             policy, on_device = option.choice.policy, (point.layer_parts > 0, point.weight_parts > 0)
-            streams, ahead = len(policy.updates_streamed(self.question.model)) > 0, policy.read_ahead_nbytes
-            kind = option.micro_batch, policy.micro_batches_per_round, streams, on_device
-            staying = most_ahead.get((*kind, False, ahead > 0), -1)
-            if ahead > max(staying, most_ahead.get((*kind, offloads_outputs(option.counts), ahead > 0), -1)):
-                most_ahead[(*kind, offloads_outputs(option.counts), ahead > 0)] = ahead
-                distinct[(*kind, offloads_outputs(option.counts), ahead)] = point, option
+            streams = len(policy.updates_streamed(self.question.model)) > 0
+            kind = option.micro_batch, policy.micro_batches_per_round, policy.read_ahead_nbytes, streams
+            distinct.setdefault((*kind, offloads_outputs(option.counts), on_device), (point, option))
         # Estimates of state on the device are the roughest, so the first of each kind of that comes first.
         first = {(point.layer_parts > 0, point.weight_parts > 0): point for point, _ in reversed(distinct.values())}
         return sorted(distinct.values(), key=lambda each: each[0] not in first.values())
@@ -317,12 +312,6 @@ def fitting(plans: Iterable[Plan], budgets: Mapping[str, int]) -> list[Plan]:
 
 def _cost(option: Option) -> tuple[float, int]:
     return float(f"{option.seconds:.4g}"), sum(option.estimate.nbytes.values())
-
-
-def _rank(option: Option) -> tuple[float, bool, int, int]:
-    """By what options are replayed first: as `_cost`, and of equally fast ones those that wait least."""
-    seconds, nbytes = _cost(option)
-    return seconds, offloads_outputs(option.counts), -option.choice.policy.read_ahead_nbytes, nbytes
 
 
 # Refusals -------------------------------------------------------------------------------------------------------------
