@@ -285,6 +285,7 @@ class _FusedRotary:
         whole = cos.shape[-1] == q.shape[-1]
         same = cos.shape == sin.shape and q.dtype == k.dtype == cos.dtype == sin.dtype and len(q) == len(k)
         fits = same and q.dim() == k.dim() == 4 and cos.dim() == 3 and cos.shape[1] == q.shape[2] == k.shape[2]
+        fits = fits and q.shape[-1] == k.shape[-1]
         return fits and (whole or self.partial) and cos.shape[0] in (1, len(q)) and not cos.requires_grad
 
 

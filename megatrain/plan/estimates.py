@@ -177,7 +177,9 @@ def _shallow_build(model: ModelSpec, choice: Choice, work: Work) -> tuple[Schedu
     if policy.offloads_in(model):
         return _cached_build(model, choice, work)
     length = work.length or 1
-    alike = replace(work, tokens=tuple(2 * length if each == first else length for each in work.tokens), repeats=1)
+    alike = replace(work, tokens=tuple(2 * length if each == first else length for each in work.tokens))
+    if work.micro_batches > 1:
+        alike = replace(alike, repeats=1)
     choice_alike = choice.change(loss_chunk_tokens=DEFAULT_NUMERICS.loss_chunk_tokens)
     if policy.micro_batches_per_round >= work.micro_batches:
         choice_alike = choice_alike.change(micro_batches_per_round=0)
@@ -338,9 +340,11 @@ def with_placements(question: Question, choice: Choice, micro_batch: int, in_hos
     placed = replace(in_host, nbytes=nbytes, busy=busy, late=late, movable=movable, further=further)
     if not shares:
         return replace(placed, seconds=in_host.seconds + placed.least_seconds() - in_host.least_seconds())
-    early, backward = placed.passes()
-    waits = _awaited(question.model, choice) * max(backward.get(stream, 0.0) for stream in DISK_STREAMS)
-    return replace(placed, seconds=in_host.seconds + _disk_excess(early) + max(waits, _disk_excess(backward)))
+    passes, seconds, awaited = placed.passes(), in_host.seconds, _awaited(question.model, choice)
+    for early, backward in zip(passes[::2], passes[1::2], strict=True):
+        waits = awaited * max(backward.get(stream, 0.0) for stream in DISK_STREAMS)
+        seconds += _disk_excess(early) + max(waits, _disk_excess(backward))
+    return replace(placed, seconds=seconds)
 
 
 def _awaited(model: ModelSpec, choice: Choice) -> float:

@@ -63,6 +63,11 @@ def usable_path(
     if text.startswith("~") and str(path).startswith("~"):
         what = f"the home folder {shown(text.split(os.sep)[0])} is unknown"
         raise error(what, where=place, fix="give the full path, or write ./~... for a name that begins with ~")
+    try:
+        path.absolute()
+    except OSError as problem:
+        what = f"the working directory is gone ({problem.strerror or problem})"
+        raise error(what, where=place, fix="change to one that exists") from problem
     mode: int | None = None
     try:
         mode = _mode(path)

@@ -144,6 +144,17 @@ def test_estimates_beside_a_drive_are_near_their_replays(
     assert estimate(question, choice, 4).seconds == pytest.approx(replayed.seconds, rel=0.13)
 
 
+@pytest.mark.parametrize("in_round", [1, 4])
+def test_estimates_where_memory_is_shared_count_the_disk_of_every_round(in_round: int) -> None:
+    model = llama_shape("small", 12, 1024, vocabulary=8000)
+    hardware = replace(machine("cpu-desktop"), disk_nbytes=10**13, disk_read_bandwidth=1e9, disk_write_bandwidth=1e9)
+    question = Question(model, hardware, 16 * 1024, 1024)
+    placements = (Placement("disk", "disk", "disk", "disk"),) * 14
+    choice = Choice(Numerics(), Policy(shares_memory=True, placements=placements, micro_batches_per_round=in_round))
+    replayed = examine(question, choice, 1)
+    assert estimate(question, choice, 1).seconds == pytest.approx(replayed.seconds, rel=0.13)
+
+
 ON_DISK = Placement(moments="disk", gradients="disk")
 MANY_ROUNDS: dict[str, tuple[str, dict[str, Any]]] = {
     "usual": ("rtx-4090", {}),

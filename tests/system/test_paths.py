@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 
-from megatrain.errors import DataError
+from megatrain.errors import ConfigError, DataError
 from megatrain.system import paths
 from megatrain.system.paths import (
     lies_within,
@@ -95,6 +95,17 @@ def test_any_other_path_is_usable_whether_or_not_anything_is_there(
         usable_path(text, to_write="folder")
     for text in ("file", "link/absent", "absent/below"):
         usable_path(text, to_write="file")
+
+
+def test_without_a_working_directory_only_whole_paths_are_usable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(ConfigError, match="the working directory is gone"):
+        usable_path("runs/new")
+    usable_path(tmp_path / "runs")
 
 
 def test_the_nearest_name_is_told_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
