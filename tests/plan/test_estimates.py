@@ -196,7 +196,8 @@ def test_uneven_or_few_rounds_are_replayed_whole(sequences: int, micro_batch: in
 
 @pytest.mark.slow
 def test_a_step_of_many_rounds_is_planned_with_few_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A 7B with half a million tokens in 32 rounds, where a plan and what it says of upgrades once built 750,000."""
+    """A 7B with half a million tokens in 32 rounds, where a plan and what it says of upgrades once built 750,000, before
+    state moved in pieces, each of which is an op or two of its own."""
     built: list[Schedule] = []
     monkeypatch.setattr(
         estimates, "build_step", lambda *step, **how: built.append(build_step(*step, **how)) or built[-1]
@@ -208,7 +209,7 @@ def test_a_step_of_many_rounds_is_planned_with_few_ops(monkeypatch: pytest.Monke
     assert plan.policy.micro_batches_per_round
     assert not plan.left_out
     advised(look(plan))
-    assert sum(len(each.ops) for each in built) < 350_000
+    assert sum(len(each.ops) for each in built) < 420_000
 
 
 def test_a_processor_computes_the_next_layer_while_pieces_of_the_last_leave() -> None:
