@@ -1,5 +1,4 @@
-"""How long symmetric products in blocks take beside whole ones, as Muon makes a matrix orthogonal, and whether bits are
-the same.
+"""Times Newton-Schulz with symmetric products computed by blocks and whole, and compares the bits.
 
     python -m bench.newton_schulz [--rows N] [--columns N] [--device D] [--precision P] [--rounds N] [--threads N]
 
@@ -18,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatrain.optim import Muon
 from megatrain.spec import layout
-from megatrain.train.device_muon import orthogonalize
+from megatrain.train.torch_muon import orthogonalize
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Measures the host memory of training with AdamW, Muon and Lion, in bytes a parameter.
+"""Measures the peak host memory of training with AdamW and Muon (or Lion), in bytes a parameter.
 
     python -m bench.optimizer_memory [--layers N] [--optimizers NAME ...] [--json FILE]
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatrain.optim import Directed, MatrixScalars, StepScalars
+from megatrain.optim import MatrixScalars, MomentumArrays, StepScalars
 from megatrain.optim.kernels import F32, U16, Segment
 from megatrain.optim.split_master import bf16_to_f32
 
@@ -51,7 +51,7 @@ def reference_update_split(
 
 
 def reference_momentum(
-    arrays: Directed[np.ndarray], scalars: MatrixScalars, segments: Sequence[Segment], *, nesterov: bool
+    arrays: MomentumArrays[np.ndarray], scalars: MatrixScalars, segments: Sequence[Segment], *, nesterov: bool
 ) -> None:
     """`momentum_on_host`: one rounding per line."""
     for start, stop, moves in segments:

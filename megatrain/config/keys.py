@@ -26,7 +26,7 @@ from pydantic import (
     model_validator,
 )
 
-from megatrain.config.values import (
+from megatrain.config.field_types import (
     MOST_COUNT,
     Betas,
     Folder,

@@ -1,4 +1,4 @@
-"""Tries kernels for Triton on a device before anything relies on them."""
+"""Imports Triton kernels only if they run and give the right results on a device."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megatrain.errors import typed_line
 MISSING = "triton is not installed"
 
 
-def tried_kernels(
+def load_if_correct(
     load: Callable[[], Any], device: torch.device, agrees: Callable[[Any, torch.device], bool]
 ) -> tuple[Any, str]:
-    """What `load` imports and "", or None and why the device cannot use it.
+    """Import Triton kernels and compare them on the device; returns (module, "") or (None, reason).
 
     load: imports the module of kernels. agrees: whether they compute there what they should; they are compiled for it,
     so the device must be idle.

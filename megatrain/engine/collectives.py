@@ -46,7 +46,7 @@ def reduce(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
 
 
 class _Places(NamedTuple):
-    """Where the elements of a group of matrices are: in the parts that ranks own of it, and in the runs of whole
+    """Where the elements of a group of matrices are: in the parts that ranks own of it, and in the shares of whole
     matrices that they make orthogonal. In bytes."""
 
     trained: Layout
@@ -54,16 +54,16 @@ class _Places(NamedTuple):
     nbytes: int
     """Of an element."""
 
-    def owned(self, rank: Ownership, run: MatrixGroup) -> tuple[int, int]:
-        """Start and stop of what a rank owns of a run, in its part of the group."""
-        first, start, stop = (rank.before(self.trained, at) for at in (self.group.start, run.start, run.stop))
+    def owned(self, rank: Ownership, share: MatrixGroup) -> tuple[int, int]:
+        """Start and stop of what a rank owns of a share, in its part of the group."""
+        first, start, stop = (rank.before(self.trained, at) for at in (self.group.start, share.start, share.stop))
         return (start - first) * self.nbytes, (stop - first) * self.nbytes
 
-    def shared(self, rank: Ownership, part: Tensor, run: MatrixGroup, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """What a rank owns of a run, piece by piece: in `part`, which has nothing else, and in the whole run."""
+    def shared(self, rank: Ownership, part: Tensor, share: MatrixGroup, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """What a rank owns of a share, piece by piece: in `part`, which has nothing else, and in the whole share."""
         pieces, at = [], 0
-        for start, stop, _ in rank.within(self.trained, run.start, run.stop):
-            first, size = (start - run.start) * self.nbytes, (stop - start) * self.nbytes
+        for start, stop, _ in rank.within(self.trained, share.start, share.stop):
+            first, size = (start - share.start) * self.nbytes, (stop - start) * self.nbytes
             pieces.append((part[at : at + size], whole[first : first + size]))
             at += size
         return pieces
@@ -73,28 +73,28 @@ def all_to_all(context: OpContext, step: StepState, op: Op, lease: Lease) -> Non
     """ALLTOALL: send this rank's parts of matrices to the ranks that make them orthogonal, or these matrices back."""
     trained, world = context.layouts[op.unit].trained, context.world
     group, ranks = groups_of(trained, context.spec)[op.shard], context.owned.all_ranks(trained)
-    places, runs = _Places(trained, group, context.spec.newton_schulz.nbytes), group.runs(world.size)
-    me, run = ranks[world.rank], runs[world.rank]
+    places, shares = _Places(trained, group, context.spec.newton_schulz.nbytes), group.shares(world.size)
+    me, share = ranks[world.rank], shares[world.rank]
     given, made, beside = ([bytes_of(lease, access) for access in side] for side in _sides(op))
     is_back = op.writes[-1].content == RETURNED
     mine, whole = (side[0] if side else beside[0][:0] for side in ((made, given) if is_back else (given, made)))
     if op.stream == "shared":
         beside.insert(world.rank, whole if is_back else mine)
         world.meet()
-        for rank, of_rank, memory in zip(ranks, runs, beside, strict=True):
+        for rank, rank_share, memory in zip(ranks, shares, beside, strict=True):
             if is_back:
-                _copy(places.shared(me, mine[slice(*places.owned(me, of_rank))], of_rank, memory), back=True)
+                _copy(places.shared(me, mine[slice(*places.owned(me, rank_share))], rank_share, memory), back=True)
             else:
-                _copy(places.shared(rank, memory[slice(*places.owned(rank, run))], run, whole))
+                _copy(places.shared(rank, memory[slice(*places.owned(rank, share))], share, whole))
         world.meet()
         return
-    come = [stop - start for start, stop in (places.owned(rank, run) for rank in ranks)]
-    go = [stop - start for start, stop in (places.owned(me, of_rank) for of_rank in runs)]
+    come = [stop - start for start, stop in (places.owned(rank, share) for rank in ranks)]
+    go = [stop - start for start, stop in (places.owned(me, rank_share) for rank_share in shares)]
     staging = beside[0][: sum(come)]
     pieces = [
         piece
         for rank, part in zip(ranks, staging.split(come), strict=True)
-        for piece in places.shared(rank, part, run, whole)
+        for piece in places.shared(rank, part, share, whole)
     ]
     if is_back:
         _copy(pieces, back=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatrain.device import Device
-from megatrain.device.triton_kernels import tried_kernels
+from megatrain.device.triton_kernels import load_if_correct
 from megatrain.engine import fused_cpu
 from megatrain.errors import typed_line
 from megatrain.model import PortedModel
@@ -48,7 +48,7 @@ def _runs_on_gpu(device: torch.device) -> bool:
     """Whether the fused functions run there; registers Triton's kernels if nothing else is registered."""
     if has_gpu_kernels():
         return True
-    kernels, why = tried_kernels(lambda: import_module("megatrain.engine.fused_triton"), device, agrees)
+    kernels, why = load_if_correct(lambda: import_module("megatrain.engine.fused_triton"), device, agrees)
     if kernels is None:
         _log.warning("layers on %s keep the library's kernels: %s", device, why)
         return False

@@ -16,7 +16,7 @@ from megatrain.schedule import USED, Access, Op
 from megatrain.schedule.contents import PART_OF, Direction, Moments
 from megatrain.schedule.passes.directions import elements_of
 from megatrain.schedule.passes.pieces import Piece, disk_pieces, groups_of, own_groups, streamed_pieces
-from megatrain.schedule.passes.state_buffers import landing_pieces, pieces_in_steps
+from megatrain.schedule.passes.state_buffers import gradient_write_pieces, pieces_in_steps
 from megatrain.spec import Part
 
 
@@ -44,7 +44,7 @@ def orthogonalize(context: OpContext, step: StepState, op: Op, lease: Lease) -> 
     assert step.receiver is not None
     direction = bytes_of(lease, op.reads[0]).view(DTYPE_OF_NBYTES[context.spec.newton_schulz.nbytes])
     group = groups_of(context.layouts[op.unit].trained, context.spec)[op.shard]
-    step.receiver.orthogonalize(op.unit, group.runs(context.world.size)[context.world.rank], direction)
+    step.receiver.orthogonalize(op.unit, group.shares(context.world.size)[context.world.rank], direction)
 
 
 def apply(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
@@ -104,7 +104,7 @@ def _elements(context: OpContext, op: Op) -> Piece:
     """The piece of a unit that an op is about."""
     trained, numerics, policy = context.layouts[op.unit].trained, context.numerics, context.policy
     if op.kind == "NORM" and policy.update == "next_forward":
-        return landing_pieces(trained, numerics, policy, policy.placement(op.unit))[op.shard]
+        return gradient_write_pieces(trained, numerics, policy, policy.placement(op.unit))[op.shard]
     if trained.matrices_start < trained.size and op.kind != "NORM":
         groups = own_groups(trained, context.spec, context.owned)
         return pieces_in_steps(trained, groups, numerics, policy, policy.placement(op.unit))[op.shard]

@@ -118,7 +118,7 @@ class Repeated:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What was found to give the same function.
+    """How to repeat a model over its width so that it computes the same function.
 
     joined: the kinds of joined projections whose copies are apart for each of the projections: gates and ups of MLPs,
     or queries, keys and values of heads. All other dimensions are there as a whole, over and over. sums: groups of

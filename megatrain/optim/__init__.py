@@ -17,8 +17,8 @@ from megatrain.optim.clip import clip_scale, expansion, own_square_sums, sum_of_
 from megatrain.optim.lion import Lion
 from megatrain.optim.lr_schedules import LrSchedule
 from megatrain.optim.muon import (
-    Directed,
     MatrixScalars,
+    MomentumArrays,
     Muon,
     apply_on_host,
     matrix_shape,
@@ -32,11 +32,11 @@ from megatrain.optim.split_master import HostArrays, StateArrays, join, join_int
 __all__ = [
     "AdamW",
     "AdamWScalars",
-    "Directed",
     "HostArrays",
     "Lion",
     "LrSchedule",
     "MatrixScalars",
+    "MomentumArrays",
     "Muon",
     "Optimizer",
     "StateArrays",

@@ -1,5 +1,6 @@
-"""AdamW (Loshchilov and Hutter, "Decoupled weight decay regularization", ICLR 2019) as one fused pass, with the
-arithmetic of `torch.optim.AdamW`.
+"""AdamW in one fused pass over host memory, with the arithmetic of `torch.optim.AdamW`.
+
+It is Loshchilov and Hutter's ("Decoupled weight decay regularization", ICLR 2019):
 
     g = grad_scale * grad
     m = m + (1 - b1) * (g - m)                        for b1 > 0.5, else g - b1 * (g - m), as `torch.lerp` does

@@ -1,5 +1,4 @@
-"""The optimizer's compiled loops, and the code that checks their arrays, cuts them into blocks and runs the
-threads."""
+"""The optimizers' numba loops, with argument checks, blocks and threads."""
 
 from __future__ import annotations
 
@@ -362,7 +361,9 @@ def lion(masters: Any, moments: Any, grad: Any, scalars: Any, blocks: Any, count
 
 
 @compiled
-def momentum(momenta: Any, grad: Any, direction: Any, scalars: Any, nesterov: Any, blocks: Any, counter: Any) -> None:
+def muon_momentum(
+    momenta: Any, grad: Any, direction: Any, scalars: Any, nesterov: Any, blocks: Any, counter: Any
+) -> None:
     """Muon's running mean and direction. `scalars` is `MatrixScalars.packed()`, float32[4]. In blocks whose third
     column is 0 the mean has the gradient in it already and stays, and the direction is written again."""
     from_m, share = _lerp(scalars[1])
@@ -385,7 +386,7 @@ def momentum(momenta: Any, grad: Any, direction: Any, scalars: Any, nesterov: An
 
 
 @compiled
-def apply(masters: Any, direction: Any, keep: Any, rates: Any, blocks: Any, counter: Any) -> None:
+def muon_apply(masters: Any, direction: Any, keep: Any, rates: Any, blocks: Any, counter: Any) -> None:
     """Add orthogonal directions to masters, split (hi, lo) or float32 (weight,): w * keep - rate * d. The third column
     of a block is the index of its rate in `rates`, float32[rates]."""
     hi, lo = masters[0], masters[-1]

@@ -1,5 +1,7 @@
-"""Muon (Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024): momentum, made orthogonal,
-with the arithmetic of `torch.optim.Muon`.
+"""Muon's hyperparameters, and its passes on the host before and after matrices are orthogonalized.
+
+Muon (Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024) has the arithmetic of
+`torch.optim.Muon`:
 
     g = grad_scale * grad
     m = m + (1 - momentum) * (g - m)                  for momentum > 0.5, else as in `adamw.py`
@@ -8,7 +10,7 @@ with the arithmetic of `torch.optim.Muon`.
     w = (1 - lr * weight_decay) * w - lr * adjustment * o
 
 The first three lines and the last are passes over elements (`momentum_on_host`, `apply_on_host`); between them the
-*direction* d of whole matrices is made orthogonal in place, by torch (`train.device_muon`). A direction is float32, or
+*direction* d of whole matrices is made orthogonal in place, by torch (`train.torch_muon`). A direction is float32, or
 bfloat16 rounded to even. Momentum is a running mean: the docstring of `torch.optim.Muon` says a sum, its code does not.
 
 Parameters that are no matrices are updated by AdamW. Matrices are those that the products of layers read
@@ -190,7 +192,7 @@ class Muon(Optimizer):
         return f"{super().description}, {momentum}, rates by {self.adjust_lr_fn}; beside matrices {others}"
 
     @property
-    def form(self) -> NewtonSchulz:
+    def orthogonalization(self) -> NewtonSchulz:
         """See `Optimizer`."""
         return NewtonSchulz(self.newton_schulz, self.ns_steps)
 
@@ -247,8 +249,8 @@ class Muon(Optimizer):
 
 
 @dataclass(frozen=True, slots=True)
-class Directed(Generic[A]):
-    """Arrays of the first pass over n elements of matrices: numpy's in host memory, or tensors on the device."""
+class MomentumArrays(Generic[A]):
+    """Momentum, gradient and direction of n matrix elements: numpy on the host, tensors on the device."""
 
     momenta: A
     """float32."""
@@ -259,7 +261,7 @@ class Directed(Generic[A]):
 
 
 def momentum_on_host(
-    arrays: Directed[np.ndarray],
+    arrays: MomentumArrays[np.ndarray],
     scalars: MatrixScalars,
     segments: Sequence[Segment],
     *,
@@ -276,7 +278,7 @@ def momentum_on_host(
     check_arrays(written, {"grad": arrays.gradient}, _DTYPES)
     blocks = cut(segments, arrays.momenta.size)
     args = arrays.momenta, arrays.gradient, arrays.direction, scalars.packed(), nesterov
-    run(kernels.momentum, *args, blocks=blocks, threads=threads)
+    run(kernels.muon_momentum, *args, blocks=blocks, threads=threads)
 
 
 def apply_on_host(
@@ -297,14 +299,14 @@ def apply_on_host(
     check_arrays(dict(zip(names, masters, strict=True)), {"direction": direction}, _DTYPES)
     if any(not 0 <= index < len(rates) for _, _, index in segments):
         raise MegaTrainError("a segment has no rate", where=f"{len(segments)} segments with {len(rates)} rates")
-    run(kernels.apply, masters, direction, keep, rates, blocks=cut(segments, direction.size), threads=threads)
+    run(kernels.muon_apply, masters, direction, keep, rates, blocks=cut(segments, direction.size), threads=threads)
 
 
 def _warm_up(scalars: MatrixScalars) -> None:
     """Compile the kernels for every dtype."""
     rates = np.zeros(1, np.float32)
     for of_direction, of_gradient in product((np.uint16, np.float32), repeat=2):
-        arrays = Directed(np.zeros(1, np.float32), np.zeros(1, of_gradient), np.zeros(1, of_direction))
+        arrays = MomentumArrays(np.zeros(1, np.float32), np.zeros(1, of_gradient), np.zeros(1, of_direction))
         momentum_on_host(arrays, scalars, [(0, 1, True)], nesterov=True)
         for masters in ((np.zeros(1, np.float32),), (np.zeros(1, np.uint16), np.zeros(1, np.uint16))):
             apply_on_host(masters, arrays.direction, scalars.keep, rates, [(0, 1, 0)])

@@ -59,10 +59,10 @@ class StepScalars(ABC):
 
     @abstractmethod
     def change(self, kept: tuple[Any, ...], gradient: Any) -> Any:
-        """What weights lose after their decay, as a new tensor, while the arrays that are kept are updated in place.
+        """The amount to subtract from the decayed weights; updates the optimizer's state in place.
 
-        kept, gradient: float32 tensors on a device, the gradient scaled already. Only operations that round once, in
-        the order of the kernel, so no `addcmul` and no `alpha=`.
+        kept: the state, in the order of `STATE`. gradient: scaled already. All are float32 tensors on one device.
+        Only operations that round once, in the order of the kernel, so no `addcmul` and no `alpha=`.
         """
 
 
@@ -104,8 +104,8 @@ class Optimizer(ABC):
         return replace(param, state=self.STATE, matrices=0)
 
     @property
-    def form(self) -> NewtonSchulz:
-        """How directions of whole matrices are made orthogonal, if there are any."""
+    def orthogonalization(self) -> NewtonSchulz:
+        """Precision and steps of Newton-Schulz. An optimizer that updates no matrix whole has the default."""
         return AS_IN_TORCH
 
     def decays(self, name: str, shape: Sequence[int]) -> bool:
@@ -188,7 +188,7 @@ def described(model: ModelSpec, optimizer: Optimizer) -> ModelSpec:
     for unit in model.units:
         params = tuple(optimizer.described(param) if param.trainable else param for param in unit.params)
         units.append(unit if params == unit.params else replace(unit, params=params))
-    return replace(model, units=tuple(units), newton_schulz=optimizer.form)
+    return replace(model, units=tuple(units), newton_schulz=optimizer.orthogonalization)
 
 
 def optimizer_from(facts: Mapping[str, Any]) -> Optimizer:

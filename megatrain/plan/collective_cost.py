@@ -12,7 +12,7 @@ from math import inf
 from megatrain.errors import PlanError
 from megatrain.schedule import Op
 from megatrain.schedule.passes.pieces import groups_of
-from megatrain.schedule.passes.state_buffers import longest_run
+from megatrain.schedule.passes.state_buffers import largest_share
 from megatrain.spec import Hardware, ModelSpec
 from megatrain.spec.layout import layout_of
 
@@ -28,7 +28,7 @@ BARRIER_SECONDS = 2e-4
 def collective_nbytes(op: Op, model: ModelSpec) -> int:
     """Bytes of what is gathered or summed, or those of the most matrices that a rank sends to the others or gets."""
     if op.kind == "ALLTOALL":
-        return longest_run(groups_of(layout_of(model.units[op.unit]).trained, model)[op.shard], model)
+        return largest_share(groups_of(layout_of(model.units[op.unit]).trained, model)[op.shard], model)
     (whole,) = op.reads if op.kind == "REDUCE" else op.writes
     return whole.stop - whole.start
 

@@ -242,7 +242,7 @@ def _seconds_between(measured: Iterable[tuple[int, float]], nbytes: float) -> fl
 
 MOVED_SHARE: dict[Kernels, float] = {"stock": 1.0, "fused": 0.4}
 """Bytes that elementwise kernels move for each byte saved of a layer, over those of the library's. Fused: of what a
-fused layer saves, counted by `python -m bench.kernels`."""
+fused layer saves, counted by `python -m bench.fused_layer`."""
 
 KERNELS, KERNELS_PER_PARAM = 12, 3
 """Kernels that a layer's forward launches: so many, and so many more for each parameter. Round numbers, which matter
@@ -522,8 +522,8 @@ class _Prices:
                 return moved / (on_host if op.stream == "host" else self._copies)
             case "ORTHOGONALIZE":
                 group = groups_of(layout_of(self.model.units[op.unit]).trained, self.model)[op.shard]
-                runs, form = group.runs(self.model.ranks), self.model.newton_schulz
-                return max(run_seconds(self.hardware, form, run) for run in runs)  # all ranks wait for the last
+                shares, form = group.shares(self.model.ranks), self.model.newton_schulz
+                return max(share_seconds(self.hardware, form, share) for share in shares)  # all ranks wait for the last
             case _ if op.stream == "shared":
                 bandwidth = optimizer_bandwidth(self.hardware, self.policy.host_threads)
                 return shared_seconds(op, self.model, bandwidth)
@@ -724,9 +724,9 @@ def update_nbytes(layout: Layout, numerics: Numerics) -> int:
     return touched_nbytes(arrays_of(layout.trained, numerics), (0, layout.trained.own_size))
 
 
-def run_seconds(hardware: Hardware, form: NewtonSchulz, run: MatrixGroup) -> float:
+def share_seconds(hardware: Hardware, form: NewtonSchulz, share: MatrixGroup) -> float:
     """Seconds to make several matrices orthogonal, one after the other."""
-    return sum(stack.stacked * orthogonal_seconds(hardware, form, stack.rows, stack.columns) for stack in run.stacks)
+    return sum(stack.stacked * orthogonal_seconds(hardware, form, stack.rows, stack.columns) for stack in share.stacks)
 
 
 @lru_cache(maxsize=4096)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatrain.config import Config, TrainSection
-from megatrain.config.values import LEAST, MOST
+from megatrain.config.field_types import LEAST, MOST
 from megatrain.data.tokenizer import Tokenizer, encode_text, end_of_text_id, leading_ids, vocabulary_size
 from megatrain.errors import ConfigError, DataError
 from megatrain.model import TextStream

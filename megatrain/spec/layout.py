@@ -78,7 +78,7 @@ class Matrices(NamedTuple):
 
     @property
     def products(self) -> int:
-        """Multiplications of one iteration of Newton-Schulz on one of them (`train.device_muon`)."""
+        """Multiplications of one iteration of Newton-Schulz on one of them (`train.torch_muon`)."""
         small, large = sorted((self.rows, self.columns))
         computed = sum((stop - start) * stop for start, stop in symmetric_blocks(small))
         return computed * (large + small) + small * small * large
@@ -91,27 +91,27 @@ class MatrixGroup(NamedTuple):
     stop: int
     stacks: tuple[Matrices, ...]
 
-    def runs(self, ranks: int) -> tuple[MatrixGroup, ...]:
+    def shares(self, ranks: int) -> tuple[MatrixGroup, ...]:
         """The group cut between matrices, a part for each rank, such that the longest has the fewest products that it
         can have. The first parts have matrices; the last may be empty."""
-        return (self,) if ranks == 1 else _runs(self, ranks)
+        return (self,) if ranks == 1 else _shares(self, ranks)
 
 
 @lru_cache(maxsize=4096)
-def _runs(group: MatrixGroup, ranks: int) -> tuple[MatrixGroup, ...]:
+def _shares(group: MatrixGroup, ranks: int) -> tuple[MatrixGroup, ...]:
     low, high = 0, sum(stack.stacked * stack.products for stack in group.stacks)
     while low < high:
         most = (low + high) // 2
         low, high = (low, most) if 0 < len(_cut_at(most, group.stacks)) <= ranks else (most + 1, high)
     cut = [*_cut_at(low, group.stacks)]
     cut += [()] * (ranks - len(cut))
-    ends = [*(run[0].start if run else group.stop for run in cut), group.stop]
-    return tuple(MatrixGroup(start, stop, run) for (start, stop), run in zip(pairwise(ends), cut, strict=True))
+    ends = [*(share[0].start if share else group.stop for share in cut), group.stop]
+    return tuple(MatrixGroup(start, stop, share) for (start, stop), share in zip(pairwise(ends), cut, strict=True))
 
 
 def _cut_at(most: int, stacks: Sequence[Matrices]) -> list[tuple[Matrices, ...]]:
-    """Matrices in runs of at most so many products each; none if one matrix has more."""
-    runs: list[list[Matrices]] = [[]]
+    """Matrices in shares of at most so many products each; none if one matrix has more."""
+    shares: list[list[Matrices]] = [[]]
     free = most
     for stack in stacks:
         at, size = stack.start, stack.rows * stack.columns
@@ -119,12 +119,12 @@ def _cut_at(most: int, stacks: Sequence[Matrices]) -> list[tuple[Matrices, ...]]
             return []
         while at < stack.stop:
             if free < stack.products:
-                runs.append([])
+                shares.append([])
                 free = most
             count = min(free // stack.products, (stack.stop - at) // size)
-            runs[-1].append(stack._replace(start=at, stacked=count))
+            shares[-1].append(stack._replace(start=at, stacked=count))
             at, free = at + count * size, free - count * stack.products
-    return [tuple(run) for run in runs]
+    return [tuple(share) for share in shares]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatrain.device import Device
-from megatrain.device.triton_kernels import MISSING, tried_kernels
+from megatrain.device.triton_kernels import MISSING, load_if_correct
 from megatrain.optim import AdamW, AdamWScalars, StateArrays, StepScalars
 from megatrain.optim.kernels import Segment
 from megatrain.spec import Part
@@ -127,7 +127,7 @@ def kernels_for(device: Device) -> Any:
 def _kernels(device: torch.device) -> Any:
     if device.type != "cuda":
         return None
-    kernels, why = tried_kernels(lambda: import_module("megatrain.train.device_adamw_triton"), device, agrees)
+    kernels, why = load_if_correct(lambda: import_module("megatrain.train.device_adamw_triton"), device, agrees)
     if why and why != MISSING:
         _log.warning("AdamW on %s uses single torch operations: %s", device, why)
     return kernels

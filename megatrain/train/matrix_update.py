@@ -1,5 +1,4 @@
-"""The factors of one update of matrices that are updated whole, and the three steps with them (`optim.muon`), on the
-host and on the device."""
+"""One Muon update: its scale factors, and its three steps (momentum, orthogonalize, apply), on host and device."""
 
 from __future__ import annotations
 
@@ -12,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatrain.optim import Directed, MatrixScalars, Muon, Optimizer, apply_on_host, momentum_on_host
+from megatrain.optim import MatrixScalars, MomentumArrays, Muon, Optimizer, apply_on_host, momentum_on_host
 from megatrain.optim.kernels import F32, Segment
 from megatrain.spec.layout import MatrixGroup
-from megatrain.train import device_muon
+from megatrain.train import torch_muon
 
 
 class Stacked(Protocol):
@@ -32,35 +31,40 @@ Shaped = tuple[F32, list[Segment]]
 
 
 @dataclass(frozen=True)
-class MatrixFactors:
-    """lr: the learning rate of the step, before it is adjusted to the shape of a matrix."""
+class MuonUpdate:
+    """The hyperparameters, learning rate and scale factors of one Muon update.
+
+    lr: the learning rate of the step, before it is adjusted to the shape of a matrix.
+    """
 
     muon: Muon
     lr: float
     scalars: MatrixScalars
 
     @staticmethod
-    def of(optimizer: Optimizer, lr: float, grad_scale: float = 1.0) -> MatrixFactors | None:
+    def of(optimizer: Optimizer, lr: float, grad_scale: float = 1.0) -> MuonUpdate | None:
         """The factors of an update by this optimizer, if it updates matrices whole. Raises as `Muon.matrix_scalars`
         does."""
         if not isinstance(optimizer, Muon):
             return None
-        return MatrixFactors(optimizer, lr, optimizer.matrix_scalars(lr=lr, grad_scale=grad_scale))
+        return MuonUpdate(optimizer, lr, optimizer.matrix_scalars(lr=lr, grad_scale=grad_scale))
 
-    def momentum_on_host(self, arrays: Directed[Tensor], segments: Sequence[Segment], threads: int) -> None:
+    def momentum_on_host(self, arrays: MomentumArrays[Tensor], segments: Sequence[Segment], threads: int) -> None:
         """The first step, in host memory. segments: as `within` returns them."""
-        given = Directed(*map(as_numpy, (arrays.momenta, arrays.gradient, arrays.direction)))
+        given = MomentumArrays(*map(as_numpy, (arrays.momenta, arrays.gradient, arrays.direction)))
         momentum_on_host(given, self.scalars, segments, nesterov=self.muon.nesterov, threads=threads)
 
-    def momentum_on_device(self, arrays: Directed[Tensor], segments: Sequence[Segment], flag: Tensor | None) -> None:
+    def momentum_on_device(
+        self, arrays: MomentumArrays[Tensor], segments: Sequence[Segment], flag: Tensor | None
+    ) -> None:
         """The same on the device. flag: a bool there; if false nothing changes."""
-        device_muon.momentum_on_device(arrays, self.scalars, segments, nesterov=self.muon.nesterov, flag=flag)
+        torch_muon.momentum_on_device(arrays, self.scalars, segments, nesterov=self.muon.nesterov, flag=flag)
 
     def orthogonalize(self, group: MatrixGroup, direction: Tensor) -> None:
         """The second step, where the direction is."""
         for start, stacked, rows, columns in group.stacks:
             whole = direction[start - group.start : start - group.start + stacked * rows * columns]
-            device_muon.orthogonalize(whole, (stacked, rows, columns), self.muon)
+            torch_muon.orthogonalize(whole, (stacked, rows, columns), self.muon)
 
     def shaped(self, parameters: Sequence[Stacked], start: int, stop: int, first: int) -> Shaped:
         """What the third step needs to know of elements [start, stop) of a unit, counted from `first`."""
@@ -81,7 +85,7 @@ class MatrixFactors:
         self, masters: Sequence[Tensor], direction: Tensor, rates: F32, segments: Sequence[Segment], flag: Tensor | None
     ) -> None:
         """The same on the device."""
-        device_muon.apply_on_device(tuple(masters), direction, self.scalars.keep, rates, segments, flag=flag)
+        torch_muon.apply_on_device(tuple(masters), direction, self.scalars.keep, rates, segments, flag=flag)
 
 
 def within(parameters: Sequence[Stacked], start: int, stop: int, moved: int) -> list[Segment]:

@@ -29,7 +29,7 @@ from megatrain.engine.gradient_accumulation import for_parameters
 from megatrain.errors import NonFinite
 from megatrain.memory import Store
 from megatrain.optim import (
-    Directed,
+    MomentumArrays,
     Optimizer,
     StepScalars,
     clip_scale,
@@ -44,7 +44,7 @@ from megatrain.schedule.passes.pieces import Piece
 from megatrain.spec import ModelSpec, Part, Policy
 from megatrain.spec.layout import NORM_BLOCK, OWNED, Layout, MatrixGroup, Ownership, layout_of
 from megatrain.train.device_update import arrays_in, kernels_for, sum_of_squares_on_device, update_on_device
-from megatrain.train.matrix_update import MatrixFactors, as_numpy, within
+from megatrain.train.matrix_update import MuonUpdate, as_numpy, within
 from megatrain.train.options import threads_of
 
 
@@ -140,7 +140,7 @@ class Update:
     """Factors of each group of parameters, given how many updates a parameter has missed."""
     units: set[int]
     """Units to which it is still to be applied."""
-    matrices: MatrixFactors | None = None
+    matrices: MuonUpdate | None = None
     """Factors for matrices that are updated whole."""
 
     def changed(
@@ -256,7 +256,7 @@ class StreamedOptimizer:
         factors = factors_of(self.algorithm, lr, self.updates + 1)
         self._lr, self._gradients = lr, [UnitGradient() for _ in self.versions]
         if not self._deferred:
-            self._update = Update(self._gradients, factors, set(self.trained), MatrixFactors.of(self.algorithm, lr))
+            self._update = Update(self._gradients, factors, set(self.trained), MuonUpdate.of(self.algorithm, lr))
 
     def absent(self, unit: int, names: Sequence[str]) -> None:
         self._gradients[unit].absent = frozenset(names)
@@ -314,7 +314,7 @@ class StreamedOptimizer:
             clipping = 1.0 if self.max_grad_norm is None else clip_scale(norm, self.max_grad_norm)
             factors, of_matrices = (
                 factors_of(self.algorithm, self._lr, self.updates + 1, clipping),
-                MatrixFactors.of(self.algorithm, self._lr, clipping),
+                MuonUpdate.of(self.algorithm, self._lr, clipping),
             )
             self._update = Update(self._gradients, factors, set(self.trained), of_matrices)
         self._ranks_differ = False
@@ -372,7 +372,7 @@ class StreamedOptimizer:
         momenta = memory.view(torch.float32)
         for (start, end), direction in directions:
             inside = slice(start - first, end - first)
-            given = Directed(momenta[inside], gradient[inside], direction)
+            given = MomentumArrays(momenta[inside], gradient[inside], direction)
             for flag, covered in known.cases(parameters, on_device=unit in self._on_device):
                 segments = within(covered, start, end, version.moved)
                 if unit in self._on_device:

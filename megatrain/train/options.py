@@ -197,7 +197,7 @@ def refuse_other_groups(before: Optimizer, now: Optimizer) -> None:
         what = f"{type(now).__name__} cannot go on with what {type(before).__name__} has kept"
         raise ConfigError(what, where="optimizer", fix="make another engine")
     if isinstance(before, Muon) and isinstance(now, Muon):
-        kept = [(each.form, each.matrices, each.cut) for each in (before, now)]
+        kept = [(each.orthogonalization, each.matrices, each.cut) for each in (before, now)]
         if kept[0] != kept[1]:
             what = "other matrices would be updated whole than before, or otherwise"
             fix = "leave matrices, cut, newton_schulz and ns_steps as they were"

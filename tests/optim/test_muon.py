@@ -10,7 +10,7 @@ import pytest
 from megatrain.errors import ConfigError, MegaTrainError, NonFinite
 from megatrain.optim import (
     AdamW,
-    Directed,
+    MomentumArrays,
     Muon,
     apply_on_host,
     join,
@@ -51,7 +51,7 @@ def same_bits(one: np.ndarray, other: np.ndarray) -> bool:
 @pytest.mark.parametrize("of_direction", DTYPES)
 def test_momentum_equals_its_reference(of_gradient: type, of_direction: type, momentum: float, nesterov: bool) -> None:
     scalars = Muon(momentum=momentum).matrix_scalars(lr=1e-3, grad_scale=0.37)
-    arrays = [Directed(numbers(1), numbers(2, of_gradient), numbers(3, of_direction)) for _ in range(2)]
+    arrays = [MomentumArrays(numbers(1), numbers(2, of_gradient), numbers(3, of_direction)) for _ in range(2)]
     momentum_on_host(arrays[0], scalars, SEGMENTS, nesterov=nesterov, threads=3)
     reference_momentum(arrays[1], scalars, SEGMENTS, nesterov=nesterov)
     assert same_bits(arrays[0].momenta, arrays[1].momenta)
@@ -62,7 +62,7 @@ def test_momentum_equals_its_reference(of_gradient: type, of_direction: type, mo
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_a_direction_is_made_again_with_the_same_bits(nesterov: bool) -> None:
     scalars = Muon().matrix_scalars(lr=1e-3, grad_scale=0.37)
-    arrays = Directed(numbers(1), numbers(2, np.uint16), np.zeros(SIZE, np.uint16))
+    arrays = MomentumArrays(numbers(1), numbers(2, np.uint16), np.zeros(SIZE, np.uint16))
     momentum_on_host(arrays, scalars, [(0, SIZE, True)], nesterov=nesterov)
     momenta, direction = arrays.momenta.copy(), arrays.direction.copy()
     arrays.direction[:] = 0
@@ -88,7 +88,7 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
     scalars, rates = Muon().matrix_scalars(lr=0.02), np.ones(1, np.float32)
     three, four = np.zeros(3, np.float32), np.zeros(4, np.float32)
     with pytest.raises(MegaTrainError, match="direction"):
-        momentum_on_host(Directed(three, three.copy(), four), scalars, [(0, 3, True)], nesterov=True)
+        momentum_on_host(MomentumArrays(three, three.copy(), four), scalars, [(0, 3, True)], nesterov=True)
     with pytest.raises(MegaTrainError, match="no rate"):
         apply_on_host((three,), three.copy(), scalars.keep, rates, [(0, 3, 1)])
     with pytest.raises(MegaTrainError, match="share memory"):

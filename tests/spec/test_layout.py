@@ -87,15 +87,17 @@ def test_ranks_share_groups_of_whole_matrices(sizes: list[tuple[int, ...]], rank
         assert not owned or (owned[0][0], owned[-1][1]) == (0, trained.own_size)
     for whole, parts in zip(groups, zip(*of_ranks, strict=True), strict=True):
         assert sum(stop - start for start, stop in parts) == whole.stop - whole.start
-        runs = whole.runs(ranks)
-        ends = [whole.start, *(run.stop for run in runs)]
-        assert ([run.start for run in runs], whole.stop) == (ends[:-1], ends[-1])
-        assert runs[0].stacks
+        shares = whole.shares(ranks)
+        ends = [whole.start, *(share.stop for share in shares)]
+        assert ([share.start for share in shares], whole.stop) == (ends[:-1], ends[-1])
+        assert shares[0].stacks
         each = [(stack.start, stack.products) for stack in whole.stacks for _ in range(stack.stacked)]
-        given = [(stack.start, stack.products) for run in runs for stack in run.stacks for _ in range(stack.stacked)]
+        given = [
+            (stack.start, stack.products) for share in shares for stack in share.stacks for _ in range(stack.stacked)
+        ]
         assert given == each
-        assert all(run.start <= stack.start < stack.stop <= run.stop for run in runs for stack in run.stacks)
-        longest = max(sum(stack.stacked * stack.products for stack in run.stacks) for run in runs)
+        assert all(share.start <= stack.start < stack.stop <= share.stop for share in shares for stack in share.stacks)
+        longest = max(sum(stack.stacked * stack.products for stack in share.stacks) for share in shares)
         costs = [products for _, products in each]
         for cuts in combinations(range(1, len(costs)), min(ranks, len(costs)) - 1):
             parts_of = pairwise([0, *cuts, len(costs)])

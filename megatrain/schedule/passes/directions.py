@@ -1,4 +1,4 @@
-"""Directions of matrices that are updated whole: their slots, and the order of the three steps of such an update.
+"""Schedules Muon's update of whole matrices: MOMENTUM, ORTHOGONALIZE and APPLY, and the buffers between them.
 
 An optimizer such as Muon moves a matrix in a direction that depends on all of it. Only directions are whole; everything
 else is updated piece by piece, wherever it is:
@@ -12,7 +12,7 @@ than a quarter of the bytes of all of the state. While one group is on the devic
 of state on the disk may reach into several groups.
 
 Of several ranks each has a part of every matrix. Each makes some matrices of a group orthogonal, whole and for all
-ranks (`MatrixGroup.runs`): an ALLTOALL sends it their parts, another sends them back. So a matrix is made orthogonal
+ranks (`MatrixGroup.shares`): an ALLTOALL sends it their parts, another sends them back. So a matrix is made orthogonal
 once in the world, and a rank sends and receives twice its part of the directions, where to gather them would take as
 many times that as there are ranks. Parts are sent over the link, between devices; with shared delivery, ranks read them
 in each other's host memory, and matrices cross the bus whole.
@@ -32,8 +32,8 @@ from megatrain.schedule.passes.state_buffers import (
     direction_slots,
     directions_name,
     groups_ahead,
-    longest_run,
-    passing,
+    largest_share,
+    staged_arrays,
     whole_matrices_name,
     whole_matrices_slots,
 )
@@ -51,7 +51,7 @@ def elements_of(groups: Sequence[Piece], access: Access, nbytes: int) -> Piece:
 
 def workspace_numel(stack: Matrices) -> int:
     """Elements of the workspace in which matrices of one shape are made orthogonal, one after the other: two products
-    as wide as the smaller side, and the next iterate (`train.device_muon`)."""
+    as wide as the smaller side, and the next iterate (`train.torch_muon`)."""
     least = min(stack.rows, stack.columns)
     return 2 * least * least + stack.rows * stack.columns
 
@@ -86,7 +86,7 @@ class Directions:
     def order(self, unit: int, pieces: Sequence[Piece]) -> Iterator[Turn]:
         """See `in_steps`. Once it has ended, the slots of the unit are given up."""
         trained, tier = layout_of(self._model.units[unit]).trained, self._tier(unit)
-        alike = bool(passing(trained, self._numerics, self._policy, self._policy.placement(unit)))
+        alike = bool(staged_arrays(trained, self._numerics, self._policy, self._policy.placement(unit)))
         ends = ends_of(trained, self._model, self._owned, alike=alike)
         yield from in_steps(
             pieces, trained.own_matrices_start, ends, 0 if tier == "device" else groups_ahead(self._policy)
@@ -133,11 +133,11 @@ class Directions:
     def _over_ranks(self, stream: Stream, unit: int, number: int, part: Sequence[Access], inner: Inner) -> list[Op]:
         """All ranks send the parts of matrices to those that make them orthogonal, which send them back."""
         tier: Tier = "host" if stream == "shared" else "device"
-        run = self._group(unit, number).runs(self._model.ranks)[self._rank]
+        share = self._group(unit, number).shares(self._model.ranks)[self._rank]
         name, longest = whole_matrices_name(tier, self._made), self._longest(unit, number)
         declare(self._buffers, Buffer(name, tier, self._whole_nbytes, Use.DIRECTIONS))
         before, after = Direction(unit, number), Direction(unit, number, orthogonal=True)
-        whole = [Access(name, 0, (run.stop - run.start) * self._nbytes, before)] if run.stacks else []
+        whole = [Access(name, 0, (share.stop - share.start) * self._nbytes, before)] if share.stacks else []
         slot = self._at(unit, number, (0, 0), orthogonal=False).buffer
         sent = tuple(part), (*whole, *self._passing(stream, slot, longest, SENT))
         made, taken = ([each.holding(after) for each in side] for side in (whole, part))
@@ -181,7 +181,7 @@ class Directions:
 
     def _longest(self, unit: int, number: int) -> int:
         """Bytes of the matrices of a group that any rank makes orthogonal."""
-        return longest_run(self._group(unit, number), self._model)
+        return largest_share(self._group(unit, number), self._model)
 
     def _at(self, unit: int, number: int, elements: Piece, *, orthogonal: bool) -> Access:
         """Where these elements of a group's direction are before it crosses the bus, or after it has come back."""

@@ -1,11 +1,11 @@
 """Buffers that live between steps: the parts of each unit's state in their tiers, and what they pass through.
 
 A unit has weights, low bits and moments, and a gradient if that waits for the norm. Each part is in the tier of its
-placement (`spec.Placement`). On the disk it has a region, and passes through a ring of host buffers by pieces
-(`pieces`) when it is updated. Weights on a drive, which is the disk or the model's own files, reach a device with
-memory of its own by shards, through another ring; in shared memory, where compute reads them, they pass by
-unit. `StateBuffers` names all of it for a schedule; `state_nbytes` adds up the same bytes without names, since a plan
-search needs them thousands of times. `gradients` decides where gradients are summed and land.
+placement (`spec.Placement`). On the disk it has a region, and passes by pieces (`pieces`) through a staging ring, which
+is slots in host memory, when it is updated. Weights on a drive, which is the disk or the model's own files, reach a
+device with memory of its own by shards, through other staging buffers; in shared memory, where compute reads them, they
+pass by unit. `StateBuffers` names all of it for a schedule; `state_nbytes` adds up the same bytes without names, since
+a plan search needs them thousands of times. `gradients` decides where gradients are summed and land.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def staging_names(model: ModelSpec, policy: Policy, unit: int, part: Part) -> li
 
 
 def state_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> dict[str, int]:
-    """Tier -> bytes of all units' state between steps, including staging buffers and the ring of pieces."""
+    """Tier -> bytes of all units' state between steps, including staging buffers and the staging ring."""
     totals: dict[str, int] = {"device": 0, "host": 8 * len(model.units), "disk": 0, "file": 0}
     stages: dict[str, int] = {}
     ring = directions = width = 0
@@ -171,9 +171,9 @@ def staged_whole(policy: Policy) -> tuple[Part, ...]:
     return (Part.WEIGHTS,) if policy.shares_memory else ()
 
 
-def passing(trained: Layout, numerics: Numerics, policy: Policy, placement: Placement) -> tuple[Array, ...]:
-    """The arrays of a unit that pass through the ring: what is on the disk and not staged whole, and gradients that are
-    used as they land beside it."""
+def staged_arrays(trained: Layout, numerics: Numerics, policy: Policy, placement: Placement) -> tuple[Array, ...]:
+    """The arrays of a unit that move through the staging ring during its update: what is on the disk and not staged
+    whole, and gradients that are used as they land beside it."""
     if placement.on_device or not trained.size:
         return ()
     *state, gradient = arrays_of(trained, numerics)
@@ -195,7 +195,7 @@ def fills_slot(layout: Layout, policy: Policy, placement: Placement) -> bool:
 
 
 def ring_slots(model: ModelSpec, numerics: Numerics, policy: Policy) -> int:
-    """The number of slots of the ring: `SLOTS`, or `Policy.disk_staging_slots` if no unit has more than one piece."""
+    """The slots of the staging ring: `SLOTS`, or `Policy.disk_staging_slots` if no unit has more than one piece."""
     layouts = (
         layout_of(model.units[unit]).trained for unit, placement, _ in units_alike(model, policy) if placement.uses_disk
     )
@@ -204,8 +204,8 @@ def ring_slots(model: ModelSpec, numerics: Numerics, policy: Policy) -> int:
 
 
 def ring_slot_nbytes(trained: Layout, numerics: Numerics, policy: Policy, placement: Placement) -> int:
-    """Bytes of a slot of the ring that holds any piece of a unit."""
-    if not (arrays := passing(trained, numerics, policy, placement)):
+    """Bytes of a slot of the staging ring that holds any piece of a unit."""
+    if not (arrays := staged_arrays(trained, numerics, policy, placement)):
         return 0
     nbytes = [
         sum(whole_sectors(array.nbytes_in(piece)) + SECTOR * (array.part is Part.WEIGHTS) for array in arrays)
@@ -214,7 +214,7 @@ def ring_slot_nbytes(trained: Layout, numerics: Numerics, policy: Policy, placem
     return max(nbytes)
 
 
-def landing_pieces(trained: Layout, numerics: Numerics, policy: Policy, placement: Placement) -> Sequence[Piece]:
+def gradient_write_pieces(trained: Layout, numerics: Numerics, policy: Policy, placement: Placement) -> Sequence[Piece]:
     """The pieces in which a gradient leaves for the disk: as many of those of updates together as a slot holds."""
     pieces = disk_pieces(trained, numerics, policy)
     largest = max(stop - start for start, stop in pieces) * numerics.grad_nbytes
@@ -227,7 +227,7 @@ def pieces_in_steps(
 ) -> Sequence[Piece]:
     """The pieces in which a unit with such matrices is updated: those that pass through host memory; or what is
     updated by elements, and one for each group. groups: as `own_groups` returns them."""
-    if passing(trained, numerics, policy, placement):
+    if staged_arrays(trained, numerics, policy, placement):
         return disk_pieces(trained, numerics, policy)
     by_elements = [(0, trained.own_matrices_start)] if trained.own_matrices_start else []
     return [*by_elements, *((start, stop) for start, stop in groups if start < stop)]
@@ -252,7 +252,7 @@ def _direction_slots(
     for owned in Ownership.of(0, numerics, policy).all_ranks(trained):
         groups = own_groups(trained, model, owned)
         pieces = pieces_in_steps(trained, groups, numerics, policy, placement)
-        ends = ends_of(trained, model, owned, alike=bool(passing(trained, numerics, policy, placement)))
+        ends = ends_of(trained, model, owned, alike=bool(staged_arrays(trained, numerics, policy, placement)))
         count = max(count, most_alive(pieces, groups, ends, groups_ahead(policy)))
         widest = max(widest, *(stop - start for start, stop in groups))
     return count, widest * model.newton_schulz.nbytes
@@ -273,9 +273,9 @@ def whole_matrices_name(tier: Tier, number: int) -> str:
     return f"{tier}/whole_matrices/{number % DIRECTION_SLOTS}"
 
 
-def longest_run(group: MatrixGroup, model: ModelSpec) -> int:
+def largest_share(group: MatrixGroup, model: ModelSpec) -> int:
     """Bytes of the most matrices of a group that any rank makes orthogonal."""
-    return max(run.stop - run.start for run in group.runs(model.ranks)) * model.newton_schulz.nbytes
+    return max(share.stop - share.start for share in group.shares(model.ranks)) * model.newton_schulz.nbytes
 
 
 def whole_matrices_slots(model: ModelSpec, policy: Policy) -> tuple[int, int]:
@@ -284,7 +284,7 @@ def whole_matrices_slots(model: ModelSpec, policy: Policy) -> tuple[int, int]:
     for unit, _, alike in units_alike(model, policy) if model.ranks > 1 else ():
         groups = groups_of(layout_of(model.units[unit]).trained, model)
         count += alike * len(groups)
-        widest = max([widest, *(longest_run(group, model) for group in groups)])
+        widest = max([widest, *(largest_share(group, model) for group in groups)])
     return min(count, DIRECTION_SLOTS), widest
 
 
@@ -411,7 +411,7 @@ class StateBuffers:
         self._streamed = policy.updates_streamed(model)
         old = "old" if pending == "all" else ""
         self._parts: dict[tuple[int, Placement], Sequence[SizedPart]] = {}
-        self._passing: dict[tuple[int, Placement], Sequence[Array]] = {}
+        self._staged_arrays: dict[tuple[int, Placement], Sequence[Array]] = {}
         for unit, spec in enumerate(model.units):
             version = old if layout_of(spec).trained.size else ""
             for part in self.of(unit):
@@ -422,8 +422,8 @@ class StateBuffers:
 
     def _declare_ring(self) -> None:
         """Add the slots through which pieces pass, if any do. They are pinned if gradients or weights cross the bus."""
-        passing = [self.passing(unit) for unit in range(len(self._model.units))]
-        crossing = any(array.part not in HOST_ONLY for arrays in passing for array in arrays)
+        staged = [self.staged_arrays(unit) for unit in range(len(self._model.units))]
+        crossing = any(array.part not in HOST_ONLY for arrays in staged for array in arrays)
         crosses = crossing and not self._policy.shares_memory
         self.ring_slots = ring_slots(self._model, self._numerics, self._policy)
         for unit, spec in enumerate(self._model.units):
@@ -441,13 +441,13 @@ class StateBuffers:
             self._parts[key] = parts_of(layout, self._numerics, self._policy, placement)
         return self._parts[key]
 
-    def passing(self, unit: int) -> Sequence[Array]:
-        """As the function of that name. Like units share the object."""
+    def staged_arrays(self, unit: int) -> Sequence[Array]:
+        """See `staged_arrays`. Like units share the object."""
         layout, placement = layout_of(self._model.units[unit]), self._policy.placement(unit)
         key = id(layout), placement
-        if key not in self._passing:
-            self._passing[key] = passing(layout.trained, self._numerics, self._policy, placement)
-        return self._passing[key]
+        if key not in self._staged_arrays:
+            self._staged_arrays[key] = staged_arrays(layout.trained, self._numerics, self._policy, placement)
+        return self._staged_arrays[key]
 
     def weights_stop(self, unit: int, tier: Tier) -> int:
         """The end of the bytes of a unit's weights, out of files, that an update writes in a tier."""

@@ -37,7 +37,13 @@ from megatrain.schedule.passes.pieces import (
     streamed_pieces,
     touched_nbytes,
 )
-from megatrain.schedule.passes.state_buffers import RING, StateBuffers, landing_pieces, pieces_in_steps, state_name
+from megatrain.schedule.passes.state_buffers import (
+    RING,
+    StateBuffers,
+    gradient_write_pieces,
+    pieces_in_steps,
+    state_name,
+)
 from megatrain.spec import ModelSpec, Numerics, Part, Policy, Tier
 from megatrain.spec.hardware import SECTOR
 from megatrain.spec.layout import layout_of
@@ -108,7 +114,7 @@ class Updates:
             return self._ops_in_steps(unit, (before, after), place)
         if unit in self.streamed:
             pieces, route = streamed_pieces(trained, self._numerics, self._policy), STREAMED
-        elif self._state.passing(unit):
+        elif self._state.staged_arrays(unit):
             pieces, route = self._disk_pieces(unit), THROUGH_HOST
         else:
             arrays = arrays_of(trained, self._numerics)
@@ -157,13 +163,13 @@ class Updates:
         step: Literal["UPDATE", "MOMENTUM", "APPLY"] = "UPDATE",
     ) -> list[Op]:
         """A piece comes to a slot, is updated, and goes home; its arrays that do not pass are updated in place."""
-        trained, passing = layout_of(self._model.units[unit]).trained, self._passing(unit)
+        trained, staged = layout_of(self._model.units[unit]).trained, self._arrays_in_slots(unit)
         all_arrays = arrays_of(trained, self._numerics)
         arrays = [array for array in all_arrays if array.size > piece[0] and array.part in PARTS_OF[step]]
-        moved = [index for index, array in enumerate(arrays) if array in passing]
+        moved = [index for index, array in enumerate(arrays) if array in staged]
         slot, tier = self._next_slot(route) if moved else "", self._tier(unit)
         old, new = (
-            [self._home(unit, array, piece, version, route.home if array in passing else tier) for array in arrays]
+            [self._home(unit, array, piece, version, route.home if array in staged else tier) for array in arrays]
             for version in versions
         )
         here, stop = list(old), 0
@@ -198,8 +204,8 @@ class Updates:
     def gradient_out(self, unit: int) -> list[Op]:
         """What follows a complete gradient: copies to where its update reads it, its norm, and the update if that does
         not wait for all norms."""
-        passing, waits = self._state.passing(unit), self._policy.update != "during_backward"
-        if not passing or passing[-1].part is not Part.GRADIENTS:
+        staged, waits = self._state.staged_arrays(unit), self._policy.update != "during_backward"
+        if not staged or staged[-1].part is not Part.GRADIENTS:
             stream: Stream = "grad" if self._gradients.on_device[unit] else "host"
             norm = Op("NORM", stream, unit, reads=(self._gradients.landed(unit),), writes=(self._state.norm(unit),))
             return [*self._gradients.leave(unit), norm, *([] if waits else self.ops(unit, "", "new"))]
@@ -207,9 +213,9 @@ class Updates:
             return self.ops(unit, "", "new")
         ops: list[Op] = []
         trained, placement = layout_of(self._model.units[unit]).trained, self._policy.placement(unit)
-        pieces = landing_pieces(trained, self._numerics, self._policy, placement)
+        pieces = gradient_write_pieces(trained, self._numerics, self._policy, placement)
         for number, piece in enumerate(merged(pieces, self.most_pieces)):
-            home = self._home(unit, passing[-1], piece, "", "disk")
+            home = self._home(unit, staged[-1], piece, "", "disk")
             here = Access(self._next_slot(THROUGH_HOST), 0, home.stop - home.start, home.content)
             ops += self._landed(unit, number, piece, here)
             ops.append(Op("WRITE", "write", unit, shard=number, reads=(here,), writes=(home,)))
@@ -229,10 +235,10 @@ class Updates:
         count = SLOTS if route is STREAMED else self._state.ring_slots
         return f"{route.slots}/{self._turns[route] % count}"
 
-    def _passing(self, unit: int) -> Sequence[Array]:
+    def _arrays_in_slots(self, unit: int) -> Sequence[Array]:
         """The arrays of a unit that pass through slots."""
         if unit not in self.streamed:
-            return self._state.passing(unit)
+            return self._state.staged_arrays(unit)
         arrays = arrays_of(layout_of(self._model.units[unit]).trained, self._numerics)
         return arrays[:-1] if self._gradients.on_device[unit] else arrays
 

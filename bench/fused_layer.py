@@ -1,6 +1,6 @@
-"""Kernels, bytes and saved tensors of one layer, forward and backward: the library's code beside fused functions.
+"""Counts kernel launches, bytes moved and bytes saved for backward in one layer, stock and fused.
 
-    python -m bench.kernels [--shape NAME ...] [--tokens N] [--device cpu | standin] [--list] [--json FILE]
+    python -m bench.fused_layer [--shape NAME ...] [--tokens N] [--device cpu | standin] [--list] [--json FILE]
 
 The layer is called as the engine calls it, in bfloat16, on one sequence. Counted are ops that launch a kernel (views
 and allocations do not), by the bytes that they read and write; of matrix products and attention only the launches. A

@@ -1,10 +1,10 @@
-"""Muon's steps by torch operations: the passes of `optim.muon` on the device, and directions made orthogonal anywhere.
+"""Muon in torch: momentum and weight update on the device, and Newton-Schulz on any device.
 
-The passes are twins of those on the host, bit for bit: every operation rounds once, in the same order, and none is
-fused with its neighbour. `orthogonalize` has the operations of `torch.optim.Muon` in their order. It works matrix by
-matrix, so that a result does not depend on what is made orthogonal with it: kernels for batches may round differently.
-Of large symmetric products only blocks of rows up to the diagonal are computed, and mirrored: products and sums are
-torch's, and so are their bits where its kernels sum in the same order for all shapes.
+Momentum and weight update are twins of the passes on the host (`optim.muon`), bit for bit: every operation rounds once,
+in the same order, and none is fused with its neighbour. `orthogonalize` has the operations of `torch.optim.Muon` in
+their order. It works matrix by matrix, so that a result does not depend on what is made orthogonal with it: kernels for
+batches may round differently. Of large symmetric products only blocks of rows up to the diagonal are computed, and
+mirrored: products and sums are torch's, and so are their bits where its kernels sum in the same order for all shapes.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatrain.optim import Directed, MatrixScalars, Muon
+from megatrain.optim import MatrixScalars, MomentumArrays, Muon
 from megatrain.optim.kernels import F32, Segment
 from megatrain.spec.layout import symmetric_blocks
 from megatrain.train.device_update import CHUNK, join, split_to
 
 
 def momentum_on_device(
-    arrays: Directed[Tensor],
+    arrays: MomentumArrays[Tensor],
     scalars: MatrixScalars,
     segments: Sequence[Segment],
     *,

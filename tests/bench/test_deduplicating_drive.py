@@ -1,4 +1,4 @@
-"""The store that keeps each content once gives back what was written, wherever blocks begin, and zeros elsewhere."""
+"""The deduplicating drive gives back what was written, wherever blocks begin, and zeros elsewhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "bench" / "repeating_store.sh"
+SCRIPT = Path(__file__).parents[2] / "bench" / "deduplicating_drive.sh"
 LIBRARIES = ("pkg-config", "--exists", "fuse3", "libxxhash", "libzstd")
 NBYTES = 3 << 20
 
@@ -66,6 +66,6 @@ def test_a_hundred_copies_take_the_memory_of_one(drive: Path) -> None:
 
 def memory(drive: Path) -> int:
     """Bytes of memory that the store's process holds."""
-    listed = subprocess.run(["pgrep", "-f", f"{drive}/repeating_store"], capture_output=True, text=True, check=True)
+    listed = subprocess.run(["pgrep", "-f", f"{drive}/deduplicating_drive"], capture_output=True, text=True, check=True)
     status = Path(f"/proc/{listed.stdout.split()[0]}/status").read_text()
     return int(status.split("VmRSS:")[1].split()[0]) << 10

@@ -1,8 +1,8 @@
-// A file of any size whose blocks are in memory, those of one content once, and compressed: as a drive below a loop
-// device it holds state that repeats itself in a thousandth of its bytes. bench/repeating_store.sh mounts it.
+// A file of any size that keeps each distinct 64 KiB block once, compressed, in memory. As a drive below a loop device
+// it holds state that repeats itself in a thousandth of its bytes. bench/deduplicating_drive.sh mounts it.
 //
-// Usage: repeating_store FOLDER GIB, where FOLDER is empty; the file is FOLDER/drive, and ends with the mount. Two blocks
-// are one if 128 bits of a hash (XXH3) agree.
+// Usage: deduplicating_drive FOLDER GIB, where FOLDER is empty; the file is FOLDER/drive, and ends with the mount. Two
+// blocks are one if 128 bits of a hash (XXH3) agree.
 #define FUSE_USE_VERSION 31
 #define XXH_INLINE_ALL
 #include <fuse.h>

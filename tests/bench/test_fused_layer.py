@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.kernels import GOALS, SHAPES, CountKernels, compare
+from bench.fused_layer import GOALS, SHAPES, CountKernels, compare
 
 
 @pytest.mark.few(1)

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatrain.optim import (
     AdamW,
-    Directed,
+    MomentumArrays,
     Muon,
     StateArrays,
     apply_on_host,
@@ -28,7 +28,7 @@ from megatrain.optim import (
     update_on_host,
 )
 from megatrain.spec import layout
-from megatrain.train.device_muon import apply_on_device, momentum_on_device, orthogonalize
+from megatrain.train.torch_muon import apply_on_device, momentum_on_device, orthogonalize
 from tests.optim.test_muon import DTYPES, SEGMENTS, numbers
 
 SHAPES = [(32, 48), (48, 32), (64, 64), (17, 33), (1, 40), (40, 1), (200, 96)]
@@ -56,8 +56,8 @@ def test_momentum_equals_the_pass_on_the_host(
     of_gradient: type, of_direction: type, momentum: float, nesterov: bool
 ) -> None:
     scalars = Muon(momentum=momentum).matrix_scalars(lr=1e-3, grad_scale=0.37)
-    host = Directed(numbers(1), numbers(2, of_gradient), numbers(3, of_direction))
-    device = Directed(*map(on_device, (host.momenta, host.gradient, host.direction)))
+    host = MomentumArrays(numbers(1), numbers(2, of_gradient), numbers(3, of_direction))
+    device = MomentumArrays(*map(on_device, (host.momenta, host.gradient, host.direction)))
     momentum_on_host(host, scalars, SEGMENTS, nesterov=nesterov)
     momentum_on_device(device, scalars, SEGMENTS, nesterov=nesterov, flag=torch.tensor(True))
     assert same(device.momenta, host.momenta)
@@ -204,7 +204,8 @@ def test_twenty_steps_equal_torchs_optimizers(newton_schulz: str, nesterov: bool
         for place, shape in enumerate(shapes[:2]):
             to_be = np.empty(momenta[place].size, np.uint16 if newton_schulz == "bf16" else np.float32)
             everything = [(0, to_be.size, True)]
-            momentum_on_host(Directed(momenta[place], grads[place], to_be), scalars, everything, nesterov=nesterov)
+            arrays = MomentumArrays(momenta[place], grads[place], to_be)
+            momentum_on_host(arrays, scalars, everything, nesterov=nesterov)
             flat = torch.from_numpy(to_be.view(np.int16) if newton_schulz == "bf16" else to_be)
             orthogonalize(flat.view(torch.bfloat16) if newton_schulz == "bf16" else flat, (1, *shape), muon)
             rates = np.array([muon.rate(0.02, *matrix_shape(shape, 1))])
