@@ -11,6 +11,8 @@ import torch
 from megatrain.errors import typed_line
 
 MISSING = "triton is not installed"
+UNSUPPORTED = "Triton does not support this device"
+"""By PyTorch: the GPU is too old, say, or the detection of devices is switched off."""
 
 
 def load_if_correct(
@@ -22,8 +24,9 @@ def load_if_correct(
     so the device must be idle.
     """
     try:
-        if not importlib.import_module("torch.utils._triton").has_triton():
-            return None, MISSING
+        support = importlib.import_module("torch.utils._triton")
+        if not support.has_triton():
+            return None, UNSUPPORTED if support.has_triton_package() else MISSING
         kernels = load()
         return (kernels, "") if agrees(kernels, device) else (None, "Triton's kernels compute something else here")
     except Exception as error:  # no compiler for its launchers, say

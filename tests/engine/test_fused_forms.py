@@ -34,18 +34,26 @@ def fused_modules(layer: torch.nn.Module) -> int:
 
 
 @pytest.mark.parametrize(
-    ("has", "agrees", "why"),
+    ("is_installed", "runs", "agrees", "why"),
     [
-        (False, True, "triton is not installed"),
-        (True, False, "Triton's kernels compute something else here"),
-        (True, None, "Triton failed (ValueError: invalid literal for int() with base 10: 'x')"),
+        (False, False, True, "triton is not installed"),
+        (True, False, True, "Triton does not support this device"),
+        (True, True, False, "Triton's kernels compute something else here"),
+        (True, True, None, "Triton failed (ValueError: invalid literal for int() with base 10: 'x')"),
     ],
 )
 def test_layers_keep_the_librarys_code_where_triton_cannot_be_used(
-    has: bool, agrees: bool | None, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    is_installed: bool,
+    runs: bool,
+    agrees: bool | None,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: has)
+    if runs:
+        pytest.importorskip("triton")
+    monkeypatch.setattr("torch.utils._triton.has_triton_package", lambda: is_installed)
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: runs)
     monkeypatch.setattr(fused_forms, "agrees", lambda *_: int("x") if agrees is None else agrees)
     ported = port_model(tiny_model(), torch.bfloat16)
     fuse_layers(ported)  # as a plan has done

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from megatrain.optim import AdamW, Lion, Optimizer, StateArrays, update_on_host
 from megatrain.optim.split_master import join, split
 from megatrain.spec import Part, Precision
+from megatrain.train import device_update
 from megatrain.train.device_update import CHUNK, arrays_in, update_on_device
 
 SIZE = CHUNK + 4321  # more than one chunk, and no round number
@@ -77,3 +80,15 @@ def test_device_updates_match_the_host_within_one_rounding(
     assert apart <= (0 if device == "cpu" else 1)
     for moment, name in zip(moments, optimizer.STATE, strict=True):
         assert np.array_equal(moment.cpu().numpy(), arrays[name], equal_nan=True)
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_a_gpu_that_an_installed_triton_does_not_support_is_named(
+    is_installed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("torch.utils._triton.has_triton_package", lambda: is_installed)
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: False)
+    with caplog.at_level(logging.WARNING):
+        assert device_update._kernels.__wrapped__(torch.device("cuda", 0)) is None
+    warning = "AdamW on cuda:0 uses single torch operations: Triton does not support this device"
+    assert [record.message for record in caplog.records] == ([warning] if is_installed else [])
