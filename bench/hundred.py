@@ -22,9 +22,8 @@ be twice as far from it, in the same rows, as the narrow model is when plain PyT
 mixture go to two experts; in bf16 to all, since rounding would choose others, and then every number is another one.
 
 State is periodic, so a file system that compresses holds it in a fraction of its size, and speed here says nothing of a
-drive. `bench/deduplicating_drive.sh` mounts one that keeps each block's content once, in memory, so that the state of
-105 billion parameters fits into a machine of 24 GB. (On btrfs it is a 32nd at most, with `compress-force`, for five
-times the processor's seconds.)
+drive. `bench/deduplicating_drive.sh` mounts one that keeps each distinct block once, compressed, in memory. (btrfs with
+`compress-force` keeps a 32nd of the bytes at best.)
 `--times` fixes the width, so that another size differs in depth alone. Of two sizes the parts take turns, and what has
 grown more than the parameters is told: seconds, processor's seconds and bytes as a ratio to them, peaks of memory as
 they are. Left out: planning, since the policy is given.
