@@ -196,8 +196,8 @@ def test_uneven_or_few_rounds_are_replayed_whole(sequences: int, micro_batch: in
 
 @pytest.mark.slow
 def test_a_step_of_many_rounds_is_planned_with_few_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A 7B with half a million tokens in 32 rounds, where a plan and what it says of upgrades once built 750,000. That was
-    before state moved in pieces, of which each has ops of its own."""
+    """A 7B with half a million tokens in 32 rounds. A plan and what it says of upgrades once built 750,000 ops, before
+    state moved in pieces, of which each has ops of its own."""
     built: list[Schedule] = []
     monkeypatch.setattr(
         estimates, "build_step", lambda *step, **how: built.append(build_step(*step, **how)) or built[-1]
