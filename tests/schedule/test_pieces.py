@@ -168,6 +168,8 @@ def test_a_plan_with_few_pieces_takes_as_long_as_the_step(update: str) -> None:
             return 0.5
         return 0.4 * op.share if op.kind == "UPDATE" else op.nbytes * seconds.get(op.kind, 0.0)
 
-    assert 2.5 * len(few.ops) < len(whole.ops)
+    few_updates, updates = (sum(op.kind == "UPDATE" for op in step.ops) for step in (few, whole))
+    assert 3 * few_updates < updates
+    assert 2.5 * len(few.ops) < len(whole.ops), "gradients leave in few pieces anyway"
     assert replay(few, price).seconds == pytest.approx(replay(whole, price).seconds, rel=0.04)
     assert few.arena_nbytes("host") == whole.arena_nbytes("host")
