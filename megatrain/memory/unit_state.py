@@ -270,12 +270,13 @@ def _put(pool: Pool, name: str, first: int, values: np.ndarray) -> None:
 
 
 def _put_on_disk(pool: Pool, region: str, first: int, values: np.ndarray) -> None:
-    """Write whole blocks, in which other bytes stay as they are."""
+    """Write whole blocks; those at the ends are read first, and their other bytes stay as they are."""
     pool.unsaved.save()  # or what a failed write has left torn could not be read
     start, stop = pool.disk.around(region, first, first + values.size)
     if stop - start > values.size:
         blocks = np.empty(stop - start, np.uint8)
-        pool.disk.read(region, blocks, start)
+        for begin, end in {pool.disk.around(region, at, at + 1) for at in (first, first + values.size - 1)}:
+            pool.disk.read(region, blocks[begin - start : end - start], begin)
         blocks[first - start : first - start + values.size] = values
         values = blocks
     try:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from difflib import get_close_matches
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from typing import Any, Literal
@@ -153,6 +155,20 @@ def read_moments(checkpoint: Checkpoint, store: Store, optimizer: Optimizer, new
     """Load this rank's share of the moments of all trained parameters. Raises as `refuse_other_state` does, before
     anything is set."""
     refuse_other_state(checkpoint, store.model, optimizer, new)
+    with ThreadPoolExecutor(1, "checkpoint") as thread:
+        loads = ((write, thread.submit(read)) for read, write in _moments(checkpoint, store, optimizer))
+        one = next(loads, None)
+        while one is not None:
+            after = next(loads, None)  # is read while this one is written
+            write, values = one
+            write(values.result())
+            one = after
+
+
+def _moments(
+    checkpoint: Checkpoint, store: Store, optimizer: Optimizer
+) -> Iterator[tuple[Callable[[], np.ndarray], Callable[[np.ndarray], None]]]:
+    """Functions that read a range of moments from the checkpoint and that write it to this rank's share."""
     of = {param.name: param for param in _trained(store.model)}
     for unit in store.units:
         for field in unit.layout.trained.fields:
@@ -161,8 +177,9 @@ def read_moments(checkpoint: Checkpoint, store: Store, optimizer: Optimizer, new
             for piece in store.owned.within(unit.layout, field.start, field.stop):
                 for number, (start, stop) in product(range(len(of[field.name].state)), ranges(piece.start, piece.stop)):
                     part = slice(start - field.start, stop - field.start)
-                    values = saved[number][part] if saved else np.zeros(stop - start, np.float32)
-                    unit.write(Part.MOMENTS, piece.at + start - piece.start, values, number)
+                    read = saved[number][part].copy if saved else partial(np.zeros, stop - start, np.float32)
+                    at = piece.at + start - piece.start
+                    yield read, partial(unit.write, Part.MOMENTS, at, number=number)
 
 
 def missed_in(checkpoint: Checkpoint, spec: ModelSpec, optimizer: Optimizer) -> dict[str, int]:
