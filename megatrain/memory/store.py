@@ -7,6 +7,7 @@ parameter is assembled from all ranks: then every rank must ask for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,10 +16,10 @@ from torch import Tensor
 from megatrain.errors import ModelError
 from megatrain.memory.checksum import checksum
 from megatrain.memory.pool import Pool
-from megatrain.memory.unit_state import UnitState, ranges
+from megatrain.memory.unit_state import UnitState, ranges, read_ahead
 from megatrain.schedule import Buffer
 from megatrain.schedule.passes.state_buffers import StateBuffers
-from megatrain.spec import ModelSpec, Numerics, Policy, Tier
+from megatrain.spec import ModelSpec, Numerics, Part, Policy, Tier
 from megatrain.spec.layout import Field, Layout, Ownership
 
 SUMMED_AT_ONCE = 1 << 22
@@ -107,10 +108,10 @@ class Store:
             self._frozen_sum = None
         self.rounded.discard(name)
         for piece in self.owned.within(unit.layout, field.start, field.stop):
-            for begin, end in ranges(piece.start, piece.stop):
-                part = read(begin - field.start, end - field.start)
+            at = piece.at - (piece.start - field.start)
+            own = unit.ranges(Part.WEIGHTS, piece.own.start, piece.own.stop)
+            for start, part in read_ahead((begin, partial(read, begin - at, end - at)) for begin, end in own):
                 new = part.to(device="cpu", dtype=torch.float32).contiguous().numpy()
-                start = piece.at + begin - piece.start
                 if is_fixed and not np.array_equal(new, unit.masters(start, start + new.size)):
                     fix = "place its weights in host memory or on the disk"
                     raise ModelError("is read from the model's files, but they hold other values", where=name, fix=fix)

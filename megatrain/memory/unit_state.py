@@ -17,8 +17,10 @@ says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -40,12 +42,23 @@ AT_ONCE = 1 << 23
 """Elements that are read, compared, converted or moved at a time."""
 
 
-def ranges(start: int, stop: int, cut: int = 0) -> Iterator[tuple[int, int]]:
-    """Split elements [start, stop) into ranges of at most `AT_ONCE`, and at `cut`."""
-    while start < stop:
-        end = min(start + AT_ONCE, cut if start < cut else stop, stop)
-        yield start, end
-        start = end
+def ranges(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Split elements [start, stop) into ranges of at most `AT_ONCE`."""
+    return ((begin, min(begin + AT_ONCE, stop)) for begin in range(start, stop, AT_ONCE))
+
+
+Named = TypeVar("Named")
+
+
+def read_ahead(reads: Iterable[tuple[Named, Callable[[], Any]]]) -> Iterator[tuple[Named, Any]]:
+    """The same pairs with what each function returns; while one is used, another thread calls the next function."""
+    with ThreadPoolExecutor(1, "megatrain-read") as thread:
+        under_way = ((name, thread.submit(read)) for name, read in reads)
+        one = next(under_way, None)
+        while one is not None:
+            following = next(under_way, None)
+            yield one[0], one[1].result()
+            one = following
 
 
 class UnitState:
@@ -78,6 +91,22 @@ class UnitState:
 
     # Ranges of a part -----------------------------------------------------------------------------------------------
 
+    def ranges(self, part: Part, start: int, stop: int, number: int = 0) -> Iterator[tuple[int, int]]:
+        """Split elements [start, stop) of a part, to be written one after the other, into ranges of at most `AT_ONCE`.
+
+        On the disk one ends where a block does, so that no block is written twice, and before frozen elements. number:
+        as in `write`.
+        """
+        name, nbytes, first = self._name(part), self._dtypes[part].itemsize, self._state_starts[number]
+        while start < stop:
+            end = min(start + AT_ONCE, self.trained if start < self.trained else stop, stop)
+            if end < stop and self._tiers[part] == "disk":
+                at = (first + end) * nbytes
+                whole = self._pool.disk.around(name, at, at + 1)[0] // nbytes - first
+                end = whole if whole > start else end
+            yield start, end
+            start = end
+
     def read(self, part: Part, start: int, stop: int, number: int = 0, out: np.ndarray | None = None) -> np.ndarray:
         """Elements [start, stop) of a part: a view where they are in host memory, else a copy.
 
@@ -108,7 +137,7 @@ class UnitState:
     def masters(self, start: int, stop: int, out: np.ndarray | None = None) -> np.ndarray:
         """A copy of the float32 masters of elements [start, stop), in `out` if given. Raises `DiskError`."""
         masters = np.empty(stop - start, np.float32) if out is None else out
-        for begin, end in ranges(start, stop, self.trained):
+        for begin, end in self.ranges(Part.WEIGHTS, start, stop):
             weights, piece = self.read(Part.WEIGHTS, begin, end), masters[begin - start : end - start]
             if self._precision == "fp32":
                 piece[:] = weights
@@ -124,7 +153,7 @@ class UnitState:
         Returns whether rounding has changed any. Raises as `write` does.
         """
         is_rounded = False
-        for begin, end in ranges(start, start + masters.size, self.trained):
+        for begin, end in self.ranges(Part.WEIGHTS, start, start + masters.size):
             piece = masters[begin - start : end - start]
             if self._precision == "fp32":
                 self.write(Part.WEIGHTS, begin, piece)

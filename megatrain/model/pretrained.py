@@ -197,11 +197,12 @@ class PretrainedSource:
 
         Writing to it does not change the file. Raises `ModelError` for files that cannot be read.
         """
-        targets = self._targets.get(name, [])
-        if (key := next((self._renamed[target] for target in targets if target in self._renamed), None)) is not None:
-            with torch.inference_mode(False), self._shards.open([key], dtype) as slices:
-                value: Tensor = slices[key][...]
+        target, keys = self._tensors_of(name)
+        if target in self._renamed:
+            with torch.inference_mode(False), self._shards.open(keys, dtype) as slices:
+                value: Tensor = slices[keys[0]][...]
                 return value.to(dtype)
+        targets = self._targets.get(name, [])
         with self._loaded(key for target in targets for key in self._keys[target]) as values:
             return next(values[target] for target in targets if target in values).to(dtype)
 
@@ -214,6 +215,13 @@ class PretrainedSource:
                 targets.setdefault(first[target], []).append(target)
         return targets
 
+    def _tensors_of(self, name: str) -> tuple[str, Sequence[str]]:
+        """A name of the parameter under which the files hold something, one of `_renamed` if there is any, and the
+        tensors of the files that make it."""
+        targets = self._targets.get(name, [])
+        target = next((target for target in targets if target in self._renamed), next(iter(targets), name))
+        return target, [self._renamed[target]] if target in self._renamed else self._keys.get(target, [])
+
     def in_files(self, names: Iterable[str], dtype: torch.dtype) -> InFiles:
         """Which of these parameters exist byte for byte in the files in `dtype`, and why the others do not.
 
@@ -221,10 +229,8 @@ class PretrainedSource:
         """
         alike, files, others = dict[str, bool](), dict[str, tuple[FileBytes, ...]](), dict[str, str]()
         for name in names:
-            targets = self._targets.get(name, [])
-            plain = next((target for target in targets if target in self._renamed), None)
-            target = plain or next(iter(targets), name)
-            keys = [self._renamed[target]] if plain else self._keys.get(target, [])
+            target, keys = self._tensors_of(name)
+            plain = target in self._renamed
             others[name] = self._why_not(name, keys, dtype)
             if others[name]:
                 continue
@@ -255,11 +261,13 @@ class PretrainedSource:
     def by_ranges(self, name: str) -> InRuns | None:
         """A parameter's values, for reading by ranges; `None` if that takes more than moving elements of tensors in
         safetensors files (quantized ones, say)."""
-        target = next(iter(self._targets.get(name, [])), name)
-        headers = {key: self._shards.headers[key] for key in self._keys.get(target, [])}
+        target, keys = self._tensors_of(name)
+        headers = {key: self._shards.headers[key] for key in keys}
         if any(header.dtype not in DTYPES or header.place is None for header in headers.values()):
             return None
         shapes = {key: torch.empty(header.shape, device="meta") for key, header in headers.items()}
+        if target in self._renamed:  # to ask the library takes as long as the model has parameters
+            return InRuns(MovedElements(shapes), shapes[keys[0]], headers, self._where)
         with _put_back(self.model), MovedElements(shapes) as moved:
             self._run_library(shapes, "meta")
             named = [*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers()]

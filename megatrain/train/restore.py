@@ -11,12 +11,10 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from difflib import get_close_matches
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from itertools import product
 from typing import Any, Literal
 
 import numpy as np
@@ -27,7 +25,7 @@ from megatrain.checkpoint.load import Checkpoint
 from megatrain.checkpoint.peer_checkpoints import PeerCheckpoint
 from megatrain.errors import CheckpointError, ConfigError, ModelError
 from megatrain.memory import Store
-from megatrain.memory.unit_state import ranges
+from megatrain.memory.unit_state import read_ahead
 from megatrain.model import Fills, FreshSource, PortedModel, PretrainedSource, Progress, Source, pretrained_source
 from megatrain.model.carried import carried_by
 from megatrain.model.weight_sources import Masters, Report, listed
@@ -155,31 +153,26 @@ def read_moments(checkpoint: Checkpoint, store: Store, optimizer: Optimizer, new
     """Load this rank's share of the moments of all trained parameters. Raises as `refuse_other_state` does, before
     anything is set."""
     refuse_other_state(checkpoint, store.model, optimizer, new)
-    with ThreadPoolExecutor(1, "checkpoint") as thread:
-        loads = ((write, thread.submit(read)) for read, write in _moments(checkpoint, store, optimizer))
-        one = next(loads, None)
-        while one is not None:
-            after = next(loads, None)  # is read while this one is written
-            write, values = one
-            write(values.result())
-            one = after
+    for write, values in read_ahead(_moments(checkpoint, store, optimizer)):
+        write(values)
 
 
 def _moments(
     checkpoint: Checkpoint, store: Store, optimizer: Optimizer
-) -> Iterator[tuple[Callable[[], np.ndarray], Callable[[np.ndarray], None]]]:
-    """Functions that read a range of moments from the checkpoint and that write it to this rank's share."""
+) -> Iterator[tuple[Callable[[np.ndarray], None], Callable[[], np.ndarray]]]:
+    """Functions that write a range of moments to this rank's share, and those that read it from the checkpoint."""
     of = {param.name: param for param in _trained(store.model)}
     for unit in store.units:
         for field in unit.layout.trained.fields:
             arrays = of[field.name].state if _goes_on(checkpoint, optimizer, of[field.name]) else ()
             saved = [tensor.numpy().reshape(-1) for tensor in checkpoint.moments(field.name, arrays)]
             for piece in store.owned.within(unit.layout, field.start, field.stop):
-                for number, (start, stop) in product(range(len(of[field.name].state)), ranges(piece.start, piece.stop)):
-                    part = slice(start - field.start, stop - field.start)
-                    read = saved[number][part].copy if saved else partial(np.zeros, stop - start, np.float32)
-                    at = piece.at + start - piece.start
-                    yield read, partial(unit.write, Part.MOMENTS, at, number=number)
+                at = piece.at - (piece.start - field.start)
+                for number in range(len(of[field.name].state)):
+                    for start, stop in unit.ranges(Part.MOMENTS, piece.own.start, piece.own.stop, number):
+                        zeros = partial(np.zeros, stop - start, np.float32)
+                        read = saved[number][start - at : stop - at].copy if saved else zeros
+                        yield partial(unit.write, Part.MOMENTS, start, number=number), read
 
 
 def missed_in(checkpoint: Checkpoint, spec: ModelSpec, optimizer: Optimizer) -> dict[str, int]:

@@ -18,7 +18,7 @@ from megatrain.checkpoint.manifest import quick_check
 from megatrain.checkpoint.save import PlannedCheckpoint
 from megatrain.device.cpu import CpuDevice
 from megatrain.device.host_memory import trim
-from megatrain.memory import Ledger, Pool, Store
+from megatrain.memory import Ledger, Pool, Store, unit_state
 from megatrain.model import PretrainedSource, port_model
 from megatrain.model.pretrained import Shards
 from megatrain.optim import AdamW
@@ -136,6 +136,7 @@ def test_each_rank_reads_only_its_own_checkpoint_ranges(
         meter.mapped.append(saved)
         return saved
 
+    monkeypatch.setattr(unit_state, "AT_ONCE", 1 << 18)  # as small beside these units as it is beside large ones
     monkeypatch.setattr(Shards, "open", open_)
     monkeypatch.setattr(PretrainedSource, "_loaded", loaded)
     monkeypatch.setattr(Store, "write_master", write)

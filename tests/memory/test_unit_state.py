@@ -16,7 +16,7 @@ from megatrain.memory import PARTS, Disk, Ledger, Pool, Store, UnitState, unit_s
 from megatrain.memory.scratch_files import Calls
 from megatrain.schedule import build_step
 from megatrain.spec import ModelSpec, Numerics, ParamSpec, Part, Placement, Policy, Precision, UnitSpec, Work
-from megatrain.spec.hardware import SECTOR
+from megatrain.spec.hardware import SECTOR, whole_sectors
 from megatrain.spec.layout import NORM_BLOCK
 from tests.disk_faults import DiskFault, failing
 
@@ -110,6 +110,24 @@ def test_any_range_is_read_as_it_was_last_written(
             twin.check(start, stop)
         twin.check()
         close(store)
+
+
+@pytest.mark.parametrize("at_once", [1500, 2000, 1 << 20])
+def test_state_that_is_written_from_end_to_end_is_written_once(
+    at_once: int, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In ranges that do not fit its blocks, and none of it is read for that."""
+    monkeypatch.setattr(unit_state, "AT_ONCE", at_once)
+    store = store_in(place, "bf16", placed(Placement(), PLACEMENTS[1], Placement()))
+    unit, disk = store.units[1], store.pool.disk
+    before = disk.written_nbytes, disk.read_nbytes
+    for number in (0, 1):
+        for start, stop in unit.ranges(Part.MOMENTS, 0, unit.trained, number):
+            assert stop - start <= at_once
+            unit.write(Part.MOMENTS, start, np.ones(stop - start, np.float32), number)
+    moved = disk.written_nbytes - before[0], disk.read_nbytes - before[1]
+    assert moved == (2 * whole_sectors(store.pool.buffers["disk/moments/1"].nbytes // 2), 0)
+    close(store)
 
 
 def test_arrays_of_the_optimizer_may_have_values_of_only_the_first_elements(place: Path) -> None:

@@ -106,6 +106,21 @@ def test_every_family_loads_as_in_transformers(
     assert len(by_range.asked) > len(by_range) // 2
 
 
+def test_a_large_parameter_is_read_without_a_look_at_all_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library looks at the whole model each time that it is asked."""
+    saved(tmp_path)
+    source, asked = PretrainedSource(tmp_path), list[int]()
+    honest = PretrainedSource._run_library
+    monkeypatch.setattr(PretrainedSource, "_run_library", lambda *of: (asked.append(1), honest(*of))[1])
+    monkeypatch.setattr(pretrained, "BATCH_NBYTES", 1)
+    by_range = WrittenByRange(source)
+    fill(source, by_range)
+    assert len(by_range.asked) == len(by_range)
+    assert asked == []
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_every_dtype_loads_from_one_file_and_in_blocks(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
