@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from megatrain.device import Device
-from megatrain.device.host_memory import binds
 from megatrain.device.probe import (
     PIECE,
     Measurement,
@@ -168,9 +167,6 @@ def _capacities(device: Device, folder: Path, findings: _Findings) -> None:
     )
     if pinnable < host and not device.shares_memory:
         findings.say(f"page-locked memory: at most {pinnable / 1e9:,.3g} GB ({why})")
-    if (node := getattr(device, "node", None)) is not None:
-        bound = "host memory is allocated there" if binds(node.number) else "but binding to it is refused here"
-        findings.say(f"NUMA node {node.number} of {node.of} is nearest to the device: {bound}")
     if lies_in_memory(folder):
         findings.say(f"{folder} is in host memory (tmpfs), not on a disk: a disk tier there would be useless")
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from megatrain.device.base import Event, HostMemory, Interval, Lent, Stream, Task, Work
-from megatrain.device.host_memory import Node, keep_from_children, mapped, node_of
+from megatrain.device.host_memory import keep_from_children, mapped
 from megatrain.device.worker import (
     HostEvent,
     OwningProcess,
@@ -218,13 +218,13 @@ class CopyStream:
 
 
 class CudaHostMemory(HostMemory):
-    """Mappings that are page-locked in place. node: the NUMA node to allocate them from, if there are several.
+    """Mappings that are page-locked in place.
 
     How much may be locked is not known in advance: drivers lock more or less than the system's limit; the probe tries.
     """
 
-    def __init__(self, device: torch.device, node: Node | None) -> None:
-        self._device, self._node = device, node
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._mappings: dict[int, HostMapping] = {}
 
     def allocate(self, nbytes: int, owner: str) -> torch.Tensor:
@@ -234,7 +234,7 @@ class CudaHostMemory(HostMemory):
         return memory
 
     def allocate_pageable(self, nbytes: int, owner: str) -> torch.Tensor:
-        mapping, memory = mapped(nbytes, self._node)
+        mapping, memory = mapped(nbytes)
         self._mappings[memory.data_ptr()] = mapping, memory, False
         return memory
 
@@ -295,16 +295,14 @@ class CudaDevice:
         self._index, self.torch_device = index, torch.device("cuda", index)
         self.model: str = torch.cuda.get_device_name(self.torch_device)
         """The driver's name for it."""
-        self.node = _node(self.torch_device)
-        """Its NUMA node, if there are several, from which host memory is allocated."""
         self._events = EventPool()
         compute, *others = self._new_streams(1 + len(COPIES))
         self._compute = ComputeStream(compute, self._events)
         self._copies = {
             name: CopyStream(name, stream, self._events) for name, stream in zip(COPIES, others, strict=True)
         }
-        self._workers = {"host": WorkerStream("host", self.node.processors if self.node else ())}
-        self.host = CudaHostMemory(self.torch_device, self.node)
+        self._workers = {"host": WorkerStream("host")}
+        self.host = CudaHostMemory(self.torch_device)
         self._closed = False
         self._process = OwningProcess()
         self._finalizer = weakref.finalize(
@@ -466,12 +464,6 @@ def gpu_of(local_rank: int) -> tuple[str, str]:
         return f"cuda:{index}", f"the absent one of number {index}"  # opening it raises the error
     properties = torch.cuda.get_device_properties(index)
     return f"cuda:{index}", str(getattr(properties, "uuid", index))
-
-
-def _node(device: torch.device) -> Node | None:
-    properties = torch.cuda.get_device_properties(device)
-    domain, bus, slot = (getattr(properties, f"pci_{part}_id", -1) for part in ("domain", "bus", "device"))
-    return node_of(f"{domain:04x}:{bus:02x}:{slot:02x}.0") if bus >= 0 else None  # not available in other builds
 
 
 def _shut(

@@ -13,12 +13,11 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from megatrain.device.base import Errand, Event, Interval, Task, Work
-from megatrain.device.host_memory import run_on
 from megatrain.errors import DeviceError, MegaTrainError, OutOfDeviceMemory, StreamFailed, typed_line
 
 
@@ -99,7 +98,7 @@ def raise_first(failures: Sequence[MegaTrainError | None]) -> None:
 def worker_of(workers: dict[str, WorkerStream], name: str) -> WorkerStream:
     """The worker with that name, started on the first call; its times count from the same origin as `host`'s."""
     if name not in workers:
-        workers[name] = WorkerStream(name, workers["host"].processors)
+        workers[name] = WorkerStream(name)
         workers[name].origin = workers["host"].origin
     return workers[name]
 
@@ -115,10 +114,10 @@ def _nothing() -> None:
 
 
 class WorkerStream:
-    """A queue and a daemon thread; the thread, and those that it starts, are restricted to `processors`, if given."""
+    """A queue and a daemon thread."""
 
-    def __init__(self, name: str, processors: Iterable[int] = ()) -> None:
-        self.name, self.processors = name, frozenset(processors)
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.origin = 0.0
         """Origin of event times, on the host's clock."""
         self._queue: queue.SimpleQueue[tuple[HostEvent, Work, Sequence[Event]] | None] = queue.SimpleQueue()
@@ -152,7 +151,6 @@ class WorkerStream:
             self._thread.join()
 
     def _run(self) -> None:
-        run_on(self.processors)
         torch.set_grad_enabled(False)  # grad mode is per thread, and on at first
         while (item := self._queue.get()) is not None:
             event, work, waits = item
