@@ -1,6 +1,6 @@
 """What a training step asks of a GPU's driver and of the host, counted on the stand-in CUDA device.
 
-    python -m bench.launches [--out FOLDER | --switch-intervals]
+    python -m bench.launches [--out FOLDER]
 
 For a dense, a mixture-of-experts and a hybrid model, per policy: hidden waits for the device, copies of pageable
 memory, kernels per layer and micro-batch beside those of the stock model (which checkpoints where we recompute), bytes
@@ -8,8 +8,6 @@ over the bus beside the least that there are, CUDA events made, and what submitt
 a device where nothing runs: calls of functions, and the only thing that is timed, microseconds. Last, the calls that a
 step on a CPU makes for each layer and each chunk of tokens. The models are tiny: what is counted does not depend on
 their width.
-
-With --switch-intervals: a step, and how long a copy waits for its thread, by Python's switch interval.
 """
 
 from __future__ import annotations
@@ -19,12 +17,11 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -32,9 +29,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from bench.gpu import checkpoint_layers
 from megatrain import AdamW, Engine, Policy
-from megatrain.device.base import Event, Stream, Task, Work
+from megatrain.device.base import Stream
 from megatrain.device.cpu import CpuDevice
-from megatrain.device.worker import HostEvent, WorkerStream
 from megatrain.engine import Executor, streamer
 from megatrain.spec import Numerics, Placement
 from megatrain.spec.layout import layout_of
@@ -52,7 +48,6 @@ POLICIES: dict[str, dict[str, Any]] = {
     "resident": {"activations": "recompute"},
 }
 NAME = "launches"
-INTERVALS, TURNS = (5e-3, 5e-4, 5e-5), 3
 
 
 @dataclass(frozen=True)
@@ -301,48 +296,13 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def switch_intervals() -> None:
-    """Print, by turns, what Python's switch interval does to a step and to the hand-over of copies to their threads."""
-    late: list[float] = []
-    submit = WorkerStream.submit
-
-    def timed(self: WorkerStream, task: Task, work: Work, waits: Sequence[Event] = ()) -> HostEvent:
-        given = time.perf_counter()
-
-        def run() -> None:
-            late.append(time.perf_counter() - given)
-            work()
-
-        return submit(self, task, run if self.name != "host" else work, waits)
-
-    before = sys.getswitchinterval()
-    WorkerStream.submit = timed  # type: ignore[method-assign]
-    try:
-        with engine_of(MODELS["dense"], MORE_LAYERS, "recompute") as engine:
-            batches = unequal_batches(MICRO_BATCHES)
-            engine.step(batches)
-            for interval in INTERVALS * TURNS:
-                sys.setswitchinterval(interval)
-                late.clear()
-                seconds = quickest(lambda: engine.step(batches))
-                print(f"{interval * 1e6:6.0f} us: step {seconds * 1e3:.1f} ms, hand-over {median(late) * 1e6:.0f} us")
-    finally:
-        WorkerStream.submit = submit  # type: ignore[method-assign]
-        sys.setswitchinterval(before)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="counts of a training step on the stand-in CUDA device")
-    parser.add_argument("--switch-intervals", action="store_true", help="weigh Python's switch interval instead")
     parser.add_argument("--out", type=Path, help="folder for launches.json")
     arguments = parser.parse_args()
     if reason := standin_cuda.unavailable():
         print(f"no stand-in CUDA device: {reason}")
         return 1
-    if arguments.switch_intervals:
-        standin_cuda.install()
-        switch_intervals()
-        return 0
     rows = [row(model, policy) for model in MODELS for policy in POLICIES]
     print(table(rows))
     for what, count in calls().items():
