@@ -491,9 +491,9 @@ def small_probe() -> Iterator[None]:
 def recorded(found: Mapping[str, Any]) -> Hardware:
     """The machine that was probed for `gpu.json`."""
     from megatrain.spec import Hardware
-    from megatrain.spec.hardware import AttentionRate, DiskRate, ElementwiseRate, ProductRate
+    from megatrain.spec.hardware import AttentionRate, ElementwiseRate, ProductRate
 
-    rows = {"products": ProductRate, "attention": AttentionRate, "elementwise": ElementwiseRate, "disk_rates": DiskRate}
+    rows = {"products": ProductRate, "attention": AttentionRate, "elementwise": ElementwiseRate}
     fields = dict(found["hardware"])
     for name, kind in rows.items():
         fields[name] = tuple(kind(**each) for each in fields[name])

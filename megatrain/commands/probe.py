@@ -336,7 +336,7 @@ def _disk(folder: Path, seconds: float, clock: _Clock, findings: _Findings) -> N
         "disk_duplex_write_bandwidth": speed.duplex_write_bandwidth,
     }
     findings.note(f"{source}, both ways at once", **both)
-    findings.note(source, disk_block_nbytes=best.block_nbytes, disk_depth=best.depth, disk_rates=speed.rates)
+    findings.note(source, disk_block_nbytes=best.block_nbytes, disk_depth=best.depth)
     rates = f"{best.read_bandwidth / 1e9:.2f} GB/s read, {best.write_bandwidth / 1e9:.2f} written"
     rates += f", at once {speed.duplex_read_bandwidth / 1e9:.2f} and {speed.duplex_write_bandwidth / 1e9:.2f}"
     findings.say(f"disk: {rates}, {best.depth} blocks of {best.block_nbytes >> 10} KiB at once, {access}")

@@ -19,11 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle, product
-from operator import attrgetter
 from pathlib import Path
 
 from megatrain.errors import DeviceError
-from megatrain.spec.hardware import DiskRate
 from megatrain.system.paths import is_cached
 
 BLOCKS = (128 << 10, 512 << 10, 2 << 20, 8 << 20)
@@ -38,10 +36,19 @@ _GRID = sorted(((block, depth) for block in BLOCKS for depth in DEPTHS), key=lam
 
 
 @dataclass(frozen=True, slots=True)
+class DiskRate:
+    """Bytes per second of reads and of writes of `block_nbytes` each, `depth` at a time."""
+
+    block_nbytes: int
+    depth: int
+    read_bandwidth: float
+    write_bandwidth: float
+
+
+@dataclass(frozen=True, slots=True)
 class DiskSpeed:
     """Results of measuring one folder."""
 
-    rates: tuple[DiskRate, ...]
     best: DiskRate
     """The fastest block size and depth for writing and reading back; among nearly equal ones that with the fewest
     calls."""
@@ -83,8 +90,7 @@ def disk_speed(folder: Path, nbytes: int, seconds: float) -> DiskSpeed:
             rates.append(DiskRate(block, depth, read, written))
         best = _best(rates)
         duplex = bench.duplex(best.block_nbytes, best.depth, together)
-        rates.sort(key=attrgetter("block_nbytes", "depth"))
-        return DiskSpeed(tuple(rates), best, *duplex, bench.direct, bench.nbytes, bench.written_nbytes)
+        return DiskSpeed(best, *duplex, bench.direct, bench.nbytes, bench.written_nbytes)
 
 
 def _best(rates: Sequence[DiskRate]) -> DiskRate:

@@ -19,7 +19,7 @@ from typing import Any, get_type_hints
 
 from megatrain.errors import PlanError
 from megatrain.spec import Hardware
-from megatrain.spec.hardware import AttentionRate, Bandwidth, Count, DiskRate, ElementwiseRate, ProductRate
+from megatrain.spec.hardware import AttentionRate, Bandwidth, Count, ElementwiseRate, ProductRate
 from megatrain.spec.validate_fields import checked
 from megatrain.system.paths import read_text, usable_path, written_or_refused
 
@@ -40,7 +40,6 @@ _NAMED_APART = {
     "device_bandwidth": "device_copy_bytes_per_second",
     "host_bandwidth": "optimizer_bytes_per_second",
     "optimizer_bandwidth": "optimizer_by_threads",
-    "disk_rates": "disk_by_block_and_depth",
 }
 """Field of `Hardware` -> its key in a file, where `_named_in_files` says another."""
 _OF_RANKS = ("slots_in_host", "sharing_ranks")
@@ -63,17 +62,16 @@ _KEYS = {
 """Field of `Hardware` -> its key in a file."""
 _COLUMNS = {
     row_type: {column.name: _named_in_files(column.name) for column in fields(row_type)}
-    for row_type in (ProductRate, AttentionRate, ElementwiseRate, DiskRate)
+    for row_type in (ProductRate, AttentionRate, ElementwiseRate)
 }
 _TABLES: dict[str, tuple[Any, dict[str, str]]] = {
     "products": (ProductRate, _COLUMNS[ProductRate]),
     "attention": (AttentionRate, _COLUMNS[AttentionRate]),
     "elementwise": (ElementwiseRate, _COLUMNS[ElementwiseRate]),
-    "disk_rates": (DiskRate, _COLUMNS[DiskRate]),
     "optimizer_bandwidth": (None, {"threads": "threads", "rate": "bytes_per_second"}),
 }
 """Field with rows -> their type, if they are no tuples, and their fields -> columns of a file."""
-_OBSOLETE_KEYS = ("watts",)
+_OBSOLETE_KEYS = ("watts", "disk_by_block_and_depth")
 """Keys that earlier versions wrote. They are ignored."""
 
 

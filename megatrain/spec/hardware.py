@@ -89,16 +89,6 @@ class ElementwiseRate:
 
 
 @dataclass(frozen=True, slots=True)
-class DiskRate:
-    """Bytes per second of reads and of writes of `block_nbytes` each, `depth` at a time."""
-
-    block_nbytes: Block
-    depth: Depth
-    read_bandwidth: Bandwidth
-    write_bandwidth: Bandwidth
-
-
-@dataclass(frozen=True, slots=True)
 class Hardware:
     """A machine as the planner and `replay` see it. Rates are per second; capacities are free bytes.
 
@@ -161,7 +151,6 @@ class Hardware:
     disk_block_nbytes: Block | None = None
     """Block size and depth of the two disk bandwidths."""
     disk_depth: Depth | None = None
-    disk_rates: tuple[DiskRate, ...] = ()
     disk_endurance_nbytes: Capacity | None = None
     """The drive's endurance: bytes that may be written in its life (TBW)."""
     pinnable_nbytes: Room | None = None

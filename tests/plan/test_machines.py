@@ -18,7 +18,7 @@ from megatrain.errors import PlanError
 from megatrain.plan import load_hardware, machine, machine_names, save_hardware
 from megatrain.plan.machines import machine_of_device
 from megatrain.spec import Hardware
-from megatrain.spec.hardware import PRODUCT_KINDS, AttentionRate, DiskRate, ElementwiseRate, LinkRoute, ProductRate
+from megatrain.spec.hardware import PRODUCT_KINDS, AttentionRate, ElementwiseRate, LinkRoute, ProductRate
 
 PLAIN = Hardware("plain", 8 << 30, 32 << 30, 1e10, 1e10, 1e13, 4e10)
 KEYS = {
@@ -144,9 +144,6 @@ MACHINES = st.builds(
     launch_seconds=st.none() | st.floats(1e-9, 1.0),
     optimizer_bandwidth=st.dictionaries(COUNTS, BANDWIDTHS, max_size=3).map(lambda d: tuple(sorted(d.items()))),
     disk_nbytes=st.none() | st.integers(0, 10**18),
-    disk_rates=st.lists(
-        st.builds(DiskRate, st.integers(512, 2**30), st.integers(1, 4096), BANDWIDTHS, BANDWIDTHS), max_size=2
-    ).map(tuple),
     pinnable_nbytes=st.none() | st.just(0) | NBYTES,
     disk_endurance_nbytes=st.none() | st.integers(2**20, 10**15),
     devices=st.integers(1, 4096),
@@ -190,7 +187,8 @@ def test_any_hardware_file_is_read_or_refused(changes: dict[str, Any]) -> None:
 
 def test_hardware_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
     plain = load_hardware(file_of(tmp_path))
-    assert load_hardware(file_of(tmp_path, watts=300, sources={"watts": "a datasheet"})) == plain
+    obsolete = {"watts": 300, "disk_by_block_and_depth": [{"depth": 1}]}
+    assert load_hardware(file_of(tmp_path, **obsolete, sources=dict.fromkeys(obsolete, "a datasheet"))) == plain
     row = {"precision": "bf16", "m": 1, "k": 2, "n": 3, "flops_per_second": 1e9}
     assert load_hardware(file_of(tmp_path, products=[row])).products == (ProductRate("bf16", 1, 2, 3, 1e9, "output"),)
     row = {"precision": "bf16", "forward_bytes_per_second": 2e9, "backward_bytes_per_second": 1e9}
