@@ -278,8 +278,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcomes.append(run(case, hardware, pace))
         print(show(outcomes[-1], options.kinds), flush=True)
     if options.json:
-        result = {"cases": [asdict(outcome) for outcome in outcomes], "hardware": asdict(hardware)}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        cases = [{name: value for name, value in asdict(each).items() if name != "by_kind"} for each in outcomes]
+        options.json.write_text(json.dumps({"cases": cases}, indent=1) + "\n")
     close = [each for each in outcomes if abs(each.time_ratio - 1) <= options.tolerance]
     enough = [each for each in outcomes if 1 <= each.memory_ratio <= 1 + MEMORY_TOLERANCE]
     print(f"{len(close)} of {len(outcomes)} step times within {options.tolerance:.0%}")
