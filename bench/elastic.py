@@ -1,6 +1,6 @@
 """The planner's mixtures against fixed activation plans, over bus bandwidth and device memory, on a virtual clock.
 
-    python -m bench.elastic [--only BUS:MEMORY[:TOKENS] ...] [--tables] [--docs FOLDER] [--results FILE]
+    python -m bench.elastic [--docs FOLDER]
 
 An 8B shape in sequences of 4,096 on an H200 whose bus and device memory are others: 65,536 tokens per step, and where
 weights alone do not hide behind that, 262,144. A fixed plan treats all layers alike and is otherwise planned as freely
@@ -9,18 +9,16 @@ host (offloaded), an input kept every K layers. The bound is the elastic plan of
 of infinite speed. Whether tokens per step exceed the knee is computed for each corner (`knees`). The elastic plan's
 schedule is also executed, on the simulator's virtual clock.
 
-Each corner goes to the results as it is found; `--only` finds some, `--tables` none, and both write
-`plots/elastic-*.svg` and the table of docs/benchmarks/planning.md. Nothing here is measured: each number is a schedule
-of ours at a described machine's prices.
+Writes `plots/elastic-*.svg` and the table of docs/benchmarks/planning.md. Nothing here is measured: each number is a
+schedule of ours at a described machine's prices.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
 from pathlib import Path
@@ -48,8 +46,6 @@ INFINITE = 1e6
 
 REACHED = 0.95
 """Of the speed with an infinite bus: what is claimed above the knee."""
-
-RESULTS = Path(__file__).parent / "results" / "elastic.json"
 
 FIXED: dict[str, tuple[tuple[Keep, ...], ...]] = {
     "all graphs": (("graph",),),
@@ -257,46 +253,20 @@ def plots(points: Sequence[Point]) -> dict[str, str]:
     }
 
 
-def known(results: Path) -> list[Point]:
-    """Corners found so far, in the order of the table."""
-    if not results.exists():
-        return []
-    points = [Point(**each) for each in json.loads(results.read_text())["points"]]
-    return sorted(points, key=lambda each: (each.tokens, each.memory, each.bus))
-
-
-def keep(results: Path, new: Point) -> None:
-    """Enter a corner, in place of what was known of it."""
-    where = new.bus, new.memory, new.tokens
-    points = [each for each in known(results) if (each.bus, each.memory, each.tokens) != where]
-    points = sorted([*points, new], key=lambda each: (each.tokens, each.memory, each.bus))
-    results.write_text(json.dumps({"points": [asdict(each) for each in points]}, indent=1) + "\n")
-
-
-def corner(text: str) -> tuple[float, float, int]:
-    bus, memory, *tokens = text.split(":")
-    return float(bus), float(memory), int(tokens[0]) if tokens else TOKENS
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="mixtures against fixed activation plans, by bus and memory")
     parser.add_argument("--docs", type=Path, default=Path("docs/benchmarks"), help="folder of planning.md and plots/")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--only", nargs="+", type=corner, metavar="BUS:MEMORY[:TOKENS]", help="GB/s, GB, tokens")
-    parser.add_argument("--tables", action="store_true", help="only write the table and the plots of what is known")
     arguments = parser.parse_args()
-    for where in () if arguments.tables else arguments.only or CORNERS:
-        new = point(*where)
-        keep(arguments.results, new)
-        print(table([new])[-1], flush=True)
-    if arguments.tables or not arguments.only:
-        points = known(arguments.results)
-        for name, text in plots(points).items():
-            (arguments.docs / "plots" / f"{name}.svg").write_text(text)
-        page = arguments.docs / "planning.md"
-        lines = [*table(points), "", *(f"- {line}" for line in claims(points))]
-        page.write_text(filled(page.read_text(), {"elastic": lines}, "bench.elastic"))
-    print("\n".join(claims(known(arguments.results))))
+    points = []
+    for where in CORNERS:
+        points.append(point(*where))
+        print(table(points)[-1], flush=True)
+    for name, text in plots(points).items():
+        (arguments.docs / "plots" / f"{name}.svg").write_text(text)
+    page = arguments.docs / "planning.md"
+    lines = [*table(points), "", *(f"- {line}" for line in claims(points))]
+    page.write_text(filled(page.read_text(), {"elastic": lines}, "bench.elastic"))
+    print("\n".join(claims(points)))
     return 0
 
 
