@@ -178,16 +178,6 @@ class Disk:
         """Bytes written to the drives so far, in whole sectors; relevant for their endurance."""
         return self._writes.nbytes
 
-    @property
-    def read_seconds(self) -> float:
-        """Seconds during which at least one read was in progress."""
-        return self._reads.seconds
-
-    @property
-    def write_seconds(self) -> float:
-        """Seconds during which at least one write was in progress."""
-        return self._writes.seconds
-
     def close(self) -> None:
         """Free the space, once requests in progress have ended. May be repeated; any other use raises `DiskError`."""
         if self._finalizer.alive and not self._process.is_elsewhere:

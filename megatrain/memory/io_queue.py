@@ -15,13 +15,11 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -109,18 +107,12 @@ class Traffic(ABC):
         self._threads = [ThreadPoolExecutor(self._at_once, f"megatrain-disk-{self.direction}") for _ in range(queues)]
         self._own = threading.local()
         self._lock = threading.Lock()
-        self._nbytes, self._calls, self._began, self._seconds = 0, 0, 0.0, 0.0
+        self._nbytes = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes transferred so far, in whole sectors."""
         return self._nbytes
-
-    @property
-    def seconds(self) -> float:
-        """Seconds during which a transfer was in progress."""
-        with self._lock:
-            return self._seconds + (time.perf_counter() - self._began if self._calls else 0.0)
 
     def carry(self, requests: Sequence[Request]) -> None:
         """Transfer all of them together; return once no thread uses their memory, whether successful or not.
@@ -146,14 +138,13 @@ class Traffic(ABC):
                     self._nbytes += nbytes
 
         futures: list[Future[None]] = []
-        with self._busy():
-            try:
-                for threads, queue in zip(self._threads, queues, strict=True):
-                    futures += [self._submit(threads, work, queue) for _ in range(min(self._at_once, len(queue)))]
-                wait(futures)
-            finally:  # also after a KeyboardInterrupt
-                _empty(queues)
-                wait(futures)
+        try:
+            for threads, queue in zip(self._threads, queues, strict=True):
+                futures += [self._submit(threads, work, queue) for _ in range(min(self._at_once, len(queue)))]
+            wait(futures)
+        finally:  # also after a KeyboardInterrupt
+            _empty(queues)
+            wait(futures)
         for future in futures:
             future.result()
 
@@ -185,18 +176,6 @@ class Traffic(ABC):
             return threads.submit(work, queue)
         except RuntimeError as error:  # closed by another thread meanwhile
             raise DiskError("is closed", where="disk", fix="open another") from error
-
-    @contextmanager
-    def _busy(self) -> Iterator[None]:
-        with self._lock:
-            self._began = self._began if self._calls else time.perf_counter()
-            self._calls += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._calls -= 1
-                self._seconds += 0.0 if self._calls else time.perf_counter() - self._began
 
 
 class _ScratchTraffic(Traffic):

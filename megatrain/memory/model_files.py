@@ -109,11 +109,6 @@ class ModelFiles:
         return self._reads.nbytes
 
     @property
-    def read_seconds(self) -> float:
-        """Seconds during which at least one read was in progress."""
-        return self._reads.seconds
-
-    @property
     def direct(self) -> bool:
         """Whether reads bypass the page cache."""
         self._open()
