@@ -166,8 +166,11 @@ def why_not(entry: Mapping[str, Any]) -> str:
 
 
 def entries() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
-    return found
+    """The points of the file, each with what it shares with others of its system and machine, and its model's shape."""
+    content = json.loads(FILE.read_text(encoding="utf-8"))
+    shapes: dict[str | None, Any] = {None: None, **content["shapes"]}
+    whole = [{**system, **point} for system in content["systems"] for point in system.pop("points", [{}])]
+    return [{**entry, "shape": shapes[entry["shape"]]} for entry in whole]
 
 
 def points() -> list[Point]:
