@@ -278,6 +278,7 @@ def test_closing_an_engine_stops_its_threads_and_nothing_else() -> None:
 def test_a_closed_engine_refuses_every_call_clearly() -> None:
     engine = Engine.from_model(tiny_model())
     engine.close()
+    engine.close()
     for call in (
         engine.master_weights,
         engine.weights.flush,
