@@ -1,6 +1,6 @@
 """How much there is to carry: size of the package, and how far a step goes before a layer runs.
 
-    python -m bench.house [--out FOLDER]
+    python -m bench.house
 
 Counts of the source: files, lines, classes and functions above the house's limits (tests/arch/house.py), names that say
 nothing. Counts of a step of a tiny Llama: functions of the package on the stack between `Engine.step` and a layer's
@@ -10,12 +10,10 @@ costs (`bench.launches`). Last, those stacks: the walk of a step.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,7 +29,6 @@ from tests.arch.house import MAX_METHODS, MAX_PARAMETERS, House, filler_names_li
 from tests.tiny import tiny_model, unequal_batches
 
 PACKAGE = Path(megatrain.__file__).parent
-NAME = "house"
 
 
 @dataclass(frozen=True)
@@ -110,9 +107,6 @@ def calls_of_a_layer(activations: str) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="size of the package, and the walk of a step")
-    parser.add_argument("--out", type=Path, help="folder for house.json")
-    arguments = parser.parse_args()
     devices = ["cpu"]
     if reason := standin_cuda.unavailable():
         print(f"no stand-in CUDA device: {reason}", file=sys.stderr)
@@ -131,10 +125,6 @@ def main() -> int:
     for device, walk in walks.items():
         print(f"\n{device}, forward:  " + " > ".join(walk.forward))
         print(f"{device}, backward: " + " > ".join(walk.backward))
-    if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        shown = {"counts": told, "walks": {device: asdict(walk) for device, walk in walks.items()}}
-        (arguments.out / f"{NAME}.json").write_text(json.dumps(shown, indent=2) + "\n")
     return 0
 
 
