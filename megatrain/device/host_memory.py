@@ -100,10 +100,10 @@ def machine_id() -> str:
 # Freed memory ---------------------------------------------------------------------------------------------------------
 #
 # Makes the C library keep freed memory for reuse. A training step allocates and frees the same memory repeatedly, and
-# fresh pages from the system are expensive, above all on virtual machines (`python -m bench.pages`). By default the C
-# library maps every block above 32 MiB anew, and returns the top of its heap when much of it is free. From a device's
-# first step until it is closed, it does neither; freed memory is returned on request (`trim`), and when the last device
-# closes. Only for glibc, and for the main thread: heaps of others end at 64 MiB.
+# fresh pages from the system are expensive, above all on virtual machines (`megatrain probe` measures them). By default
+# the C library maps every block above 32 MiB anew, and returns the top of its heap when much of it is free. From a
+# device's first step until it is closed, it does neither; freed memory is returned on request (`trim`), and when the
+# last device closes. Only for glibc, and for the main thread: heaps of others end at 64 MiB.
 
 
 TRIM_THRESHOLD, MMAP_MAX = -1, -4
