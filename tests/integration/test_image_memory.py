@@ -14,7 +14,6 @@ from rich.console import Console
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
-from bench.held import followed
 from megatrain import Engine, Policy
 from megatrain.commands.plan import Options, run_plan
 from megatrain.data.processor import Processor
@@ -30,6 +29,7 @@ from megatrain.model.profile_prologue import see, values_of, values_per_token
 from megatrain.plan import Question, find_plan
 from megatrain.run.data import Encoding, largest_image_row
 from megatrain.spec import Hardware, Limits, ModelSpec
+from tests.held import followed
 from tests.integration.test_live import SCALARS
 from tests.ranks import together, worlds
 from tests.run.test_training import train

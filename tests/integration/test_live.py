@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from bench.held import followed, shares
 from megatrain import Engine
 from megatrain.device.sim import SimDevice
 from megatrain.spec import Keep, Numerics, Policy
+from tests.held import followed, shares
 from tests.tiny import batch, tiny_model
 
 WIDER: dict[str, Any] = {

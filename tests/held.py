@@ -1,24 +1,18 @@
 """What the compute ops of a step hold, tensor by tensor, beside what the schedule says, for whatever architectures.
 
-    python -m bench.held [KIND ...] [--precision bf16] [--rows whole|padded|packed]
-
-Each kind is a model type of the installed library, shrunk to a twin of a few thousand parameters (all of them where
-none is named, which takes an hour). Two micro-batches of two rows of 96 tokens go forward and backward on the simulated
-device, inputs kept, losses in chunks of 64 tokens; every tensor is followed from its making to its end. A number is the
-most that existed during an op over what the schedule has there then: above 1 it is said too low. Memory on a cpu or a
-GPU is not asked.
+Each kind is a model type of the installed library, shrunk to a twin of a few thousand parameters. Two micro-batches of
+two rows of 96 tokens go forward and backward on the simulated device, inputs kept, losses in chunks of 64 tokens; every
+tensor is followed from its making to its end. A number is the most that existed during an op over what the schedule has
+there then: above 1 it is said too low. Memory on a cpu or a GPU is not asked.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from transformers import AutoConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from megatrain import Engine, Policy
 from megatrain.engine import streamer
@@ -83,24 +77,3 @@ def shares(kind: str, precision: str, rows: str, keep: Keep = "input") -> dict[s
         name = f"{op.kind} {units[op.unit].kind}"
         found[name] = max(found.get(name, 0.0), held / said)
     return found | {"peak": max(held for _, held, _ in ops) / max(said for _, _, said in ops)}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="what ops hold beside what the schedule says")
-    parser.add_argument("kinds", nargs="*", metavar="KIND")
-    parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
-    parser.add_argument("--rows", choices=["uniform", "padded", "packed"], default="uniform")
-    given = parser.parse_args(arguments)
-    columns = "FORWARD prologue", "FORWARD layer", "LOSS epilogue", "BACKWARD layer", "BACKWARD prologue", "peak"
-    print(f"| | {' | '.join(columns)} |\n|---{'|---' * len(columns)}|")
-    for kind in given.kinds or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        try:
-            found = shares(kind, given.precision, given.rows)
-            print(f"| {kind} | {' | '.join(f'{found.get(name, 0.0):.2f}' for name in columns)} |", flush=True)
-        except Exception as error:  # one that the library cannot build from its defaults, or that is refused
-            print(f"| {kind} | {type(error).__name__}: {str(error).splitlines()[0][:80]} |", flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
