@@ -299,18 +299,6 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(
     assert (tmp_path / "run" / "model").exists() == (not every)
 
 
-def test_a_second_ctrl_c_exits_immediately(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def impatient(engine: Engine, micro_batches: Any, *how: Any) -> StepOutput:
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-        raise AssertionError("not reached")
-
-    monkeypatch.setattr(Engine, "step", impatient)
-    with pytest.raises(KeyboardInterrupt):
-        train(configuration(tmp_path))
-    assert not (tmp_path / "run" / "model").exists()
-
-
 def test_a_failed_save_keeps_the_old_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import PreTrainedTokenizerFast
 

@@ -56,9 +56,10 @@ def test_a_signal_is_noted_without_a_terminal_to_say_so(monkeypatch: pytest.Monk
         assert stop.requested
 
 
-def test_the_second_ctrl_c_exits_immediately() -> None:
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_the_second_ctrl_c_exits_immediately(first: int) -> None:
     with StopSignals() as stop:
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(first)
         assert stop.requested
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
