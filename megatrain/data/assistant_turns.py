@@ -90,7 +90,7 @@ class Turns:
         self.renderer = renderer
         self._eos = eos
         self._has_end_marker = has_end_marker
-        self._anchor, self._filler = _unused_characters(self.text, 2)
+        self._anchor, self._filler = unused_characters(self.text, 2)
         self._cache: dict[tuple[_Kind, int, int], str | None] = {}
 
     def span(self, index: int) -> Span:
@@ -119,7 +119,7 @@ class Turns:
     def _content_ends(self) -> list[tuple[int, int]]:
         """(message, position in the full text where its content ends), for the contents that an anchor can find."""
         spoken = [index for index, message in enumerate(self.messages) if "content" in _parts(message)]
-        anchors = _unused_characters(self.text, len(spoken))
+        anchors = unused_characters(self.text, len(spoken))
         marked = [*self.messages]
         for index, anchor in zip(spoken, anchors, strict=True):
             marked[index] = _anchored(marked[index], "content", anchor)
@@ -134,7 +134,7 @@ class Turns:
     def missing_parts(self) -> list[str]:
         """The parts of messages that the text does not contain: `message 2 (tool)`, `the calls of message 3`."""
         parts = [(index, part) for index, message in enumerate(self.messages) for part in _parts(message)]
-        anchors = _unused_characters(self.text, len(parts))
+        anchors = unused_characters(self.text, len(parts))
         marked = [*self.messages]
         for (index, part), anchor in zip(parts, anchors, strict=True):
             marked[index] = _anchored(marked[index], part, anchor)
@@ -327,7 +327,7 @@ def _beginning(*texts: str) -> str:
     return "".join(characters[0] for characters in alike)
 
 
-def _unused_characters(text: str, count: int) -> list[str]:
+def unused_characters(text: str, count: int) -> list[str]:
     """`count` private-use characters (Unicode, plane 0) that do not occur in `text`."""
     private = (chr(code) for code in range(0xE000, 0xF900))
     return list(islice((character for character in private if character not in text), count))

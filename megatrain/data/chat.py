@@ -17,14 +17,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from megatrain.data.assistant_turns import RenderError, Span, Turns, UnclearTurn, text_after_last_turn, text_of_next
+from megatrain.data.assistant_turns import (
+    RenderError,
+    Span,
+    Turns,
+    UnclearTurn,
+    text_after_last_turn,
+    text_of_next,
+    unused_characters,
+)
 from megatrain.data.images import as_parts
 from megatrain.data.messages import Message, Tool
 from megatrain.data.sample_formats import Sample
-from megatrain.data.tokenizer import Tokenizer, render_marked, special_tokens
+from megatrain.data.tokenizer import Tokenizer, special_tokens
 from megatrain.errors import DataError, SampleError, first_line
 from megatrain.system.paths import missing, read_text, usable_path
 
@@ -47,7 +56,8 @@ NOW_CALL = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 NOW_ASKED = re.compile(r"strftime_now\s+is\s+(not\s+)?defined")
 DIRECTIVES = (*"aAbBcCdDeFGhHIjklmMnpPrRStTuUVwWxXyYzZfs", *(f"-{code}" for code in "deHIjklmMSUVWy"))
 """Codes of `strftime`, Python's and those of the C library on Linux."""
-GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+GENERATION_MARK = re.compile(r"\{%(-?)\s*generation\s*(-?)%\}")
+END_MARK = re.compile(r"\{%(-?)\s*endgeneration\s*(-?)%\}")
 THINK_BLOCK = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 MARKED_BY_TRL = " (data.chat_template=trl has marks for the templates of many models)"
 EMPTY_ANSWER = "with an empty answer, of which only the end is learned"
@@ -243,19 +253,22 @@ class _Renderer:
     def prompt(self, messages: Sequence[Message]) -> str:
         return self._render(messages, add_generation_prompt=True)
 
-    def marked(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
-        """(text, the characters [start, stop) between its generation marks)."""
-        tokenizer, values = self.template.tokenizer, self.values
-        adapted = self._adapted(messages)
-        return render_marked(tokenizer, adapted, self.tools, template=self.text, values=values)
+    def marked(self, messages: Sequence[Message], start: str, stop: str) -> str:
+        """The text of a finished conversation, with these characters where the template has its generation marks.
 
-    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+        An empty block next to each keeps how Jinja removes white space around the mark.
+        """
+        template = GENERATION_MARK.sub(rf"{{%\1 generation %}}{start}{{% if 0 %}}{{% endif \2%}}", self.text)
+        template = END_MARK.sub(rf"{{%\1 if 0 %}}{{% endif %}}{stop}{{% endgeneration \2%}}", template)
+        return self._render(messages, add_generation_prompt=False, template=template)
+
+    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool, template: str = "") -> str:
         apply: Any = self.template.tokenizer.apply_chat_template
         try:
             text: str = apply(
                 self._adapted(messages),
                 tools=self.tools,
-                chat_template=self.text,
+                chat_template=template or self.text,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 **self.values,
@@ -311,11 +324,21 @@ def _rendered(sample: Sample, template: ChatTemplate, tools: Sequence[Tool]) -> 
 
 
 def _marked_spans(renderer: _Renderer, turns: Turns) -> list[Span]:
-    """The spans between the template's generation marks."""
-    text, marks = renderer.marked(turns.messages)
-    if text != turns.text:
-        raise UnclearTurn("it renders a different text when its marks are requested")
-    return [Span(start, stop) for start, stop in marks if start < stop]
+    """The spans between the template's generation marks.
+
+    The template writes characters there that the text has nowhere else. transformers counts what the template has
+    passed on so far, which is not where the text will be if a mark is in a macro, a `set` block or a filter.
+    """
+    start, stop = unused_characters(turns.text, 2)
+    try:
+        pieces = re.split(f"([{start}{stop}])", renderer.marked(turns.messages, start, stop))
+    except RenderError as error:
+        raise UnclearTurn(f"it fails when its generation marks are written ({error})") from error
+    marks = pieces[1::2]
+    if "".join(pieces[::2]) != turns.text or marks != [start, stop] * (len(marks) // 2):
+        raise UnclearTurn("its generation marks do not survive in the text")
+    positions = list(accumulate(len(piece) for piece in pieces[::2]))
+    return [Span(*pair) for pair in zip(positions[::2], positions[1::2], strict=False) if pair[0] < pair[1]]
 
 
 def _notes(sample: Sample, text: str, template: ChatTemplate) -> tuple[str, ...]:

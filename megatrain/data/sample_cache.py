@@ -251,7 +251,7 @@ def _offsets(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 # From sources to sample files -----------------------------------------------------------------------------------------
 
-FORMAT = 9  # part of the key: raise it when the same content would give other samples
+FORMAT = 10  # part of the key: raise it when the same content would give other samples
 
 Runs = list[tuple[str, bool]]
 """A rendered example: runs (text, whether it is trained)."""

@@ -16,7 +16,7 @@ import difflib
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -141,32 +141,6 @@ def encode_with_offsets(
         (np.asarray(ids, dtype=np.int64), np.asarray(offsets, dtype=np.int64).reshape(-1, 2))
         for ids, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
     ]
-
-
-def render_marked(
-    tokenizer: Tokenizer,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None,
-    *,
-    template: str,
-    values: Mapping[str, Any],
-) -> tuple[str, list[tuple[int, int]]]:
-    """Render a chat: (text, the characters [start, stop) between its `{% generation %}` marks).
-
-    `apply_chat_template` only returns these as a mask of tokens, which is wrong if a mark is at white space that no
-    token covers. So this calls the function that it calls, with the same arguments.
-    """
-    from transformers.utils import chat_template_utils
-
-    render: Any = chat_template_utils.render_jinja_template  # its declared return type is wrong
-    texts, marks = render(
-        conversations=[[{key: value for key, value in message.items() if value is not None} for message in messages]],
-        tools=tools,
-        chat_template=template,
-        return_assistant_tokens_mask=True,
-        **{**tokenizer.special_tokens_map, **values},
-    )
-    return texts[0], [(start, stop) for start, stop in marks[0]]
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:

@@ -296,6 +296,40 @@ def test_zero_width_tokens_belong_to_the_preceding_span() -> None:
     assert trained_tokens(text, offsets, spans, np.zeros(4, bool)).tolist() == [False, True, False, True]
 
 
+SAID = (
+    "{% if m.role == 'assistant' %}A:{%- generation -%} {{ m.content }};\n\n {%- endgeneration %}"
+    "{% else %}U:{{ m.content }};{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        f"{{% for m in messages %}}{SAID}{{% endfor %}}",
+        f"{{% macro said(m) %}}{SAID}{{% endmacro %}}{{% for m in messages %}}{{{{ said(m) }}}}{{% endfor %}}",
+        f"{{% for m in messages %}}{{% set said %}} {SAID}{{% endset %}}{{{{ said | trim }}}}{{% endfor %}}",
+        f"{{% for m in messages %}}{{% filter upper %}}{SAID}{{% endfilter %}}{{% endfor %}}",
+    ],
+    ids=["in the loop", "in a macro", "in a set block", "in a filter"],
+)
+def test_generation_marks_mean_the_text_between_them_wherever_they_are(template: str) -> None:
+    tokenizer = byte_tokenizer("chatml")
+    tokenizer.chat_template = template
+    text, spans, _ = vars(
+        mark_chat(chat(*CONVERSATIONS["three turns"]), choose_template(tokenizer), "assistant")
+    ).values()
+    assert [text[start:stop].lower() for start, stop in spans] == ["a1;", "a2;", "a3;"]
+
+
+@pytest.mark.parametrize("written", ["said[:4]", "said[::-1]"])
+def test_generation_marks_that_the_text_does_not_keep_are_refused(written: str) -> None:
+    tokenizer = byte_tokenizer("chatml")
+    turn = f"{{% set said %}}{SAID}{{% endset %}}{{{{ {written} }}}}"
+    tokenizer.chat_template = f"{{% for m in messages %}}{turn}{{% endfor %}}"
+    with pytest.raises(SampleError, match="its generation marks do not survive in the text"):
+        mark_chat(chat(*CONVERSATIONS["one turn"]), choose_template(tokenizer), "assistant")
+
+
 def refusal(name: str, sample: Sample) -> str:
     with pytest.raises(SampleError) as caught:
         marked(name, sample)
