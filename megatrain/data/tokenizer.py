@@ -30,6 +30,7 @@ from megatrain.system import hub_client
 from megatrain.system.paths import may_be_hub_name, missing, usable_path
 
 if TYPE_CHECKING:
+    import tokenizers
     from transformers import PreTrainedTokenizerBase
 
 Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
@@ -275,6 +276,40 @@ def _from_pretrained(name: str, *, local: bool) -> Tokenizer:
     # For a folder with a model configuration only, transformers silently builds an empty vocabulary.
     if tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():
         raise DataError("holds no tokenizer, or an empty one", where=name, fix=fix)
+    return tokenizer if _has_rules_of_its_file(tokenizer, name) else _as_its_file_says(name)
+
+
+PROBE = " A  b\t'll I'M the1234567 x=Yy9;\r\n\n  é e\u0301 ﬁ Ⅳ ½ 漢字かな🎉\u00a0… don\u2019t </s>  \n "
+"""Text on which rules that split, change or merge it differently show."""
+
+
+def _has_rules_of_its_file(tokenizer: Tokenizer, name: str) -> bool:
+    """Whether `tokenizer` reads text as the tokenizer.json it was loaded from.
+
+    transformers 5 takes only the vocabulary and the merges from that file for most classes, and the class from the
+    model's type for some models. transformers 4, and whatever reads the file without transformers, follow the file.
+    """
+    import tokenizers
+    from transformers.utils.hub import cached_file
+
+    quiet: Any = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}  # it is loaded already
+    file = cached_file(name, "tokenizer.json", **quiet)
+    if file is None or not hasattr(tokenizer, "backend_tokenizer"):
+        return True
+    return _reads_probe(tokenizer.backend_tokenizer) == _reads_probe(tokenizers.Tokenizer.from_file(file))
+
+
+def _reads_probe(rules: tokenizers.Tokenizer) -> tuple[list[str], list[int]]:
+    """The pieces in which the model of a pipeline meets the probe, and the ids."""
+    text = rules.normalizer.normalize_str(PROBE) if rules.normalizer else PROBE
+    pieces = [piece for piece, _ in rules.pre_tokenizer.pre_tokenize_str(text)] if rules.pre_tokenizer else [text]
+    return pieces, rules.encode(PROBE, add_special_tokens=False).ids
+
+
+def _as_its_file_says(name: str) -> Tokenizer:
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer: Tokenizer = PreTrainedTokenizerFast.from_pretrained(name, local_files_only=True)
     return tokenizer
 
 

@@ -105,6 +105,51 @@ def test_a_saved_tokenizer_loads_in_transformers_4_and_converters(tmp_path: Path
     assert again.all_special_tokens == loaded.all_special_tokens
 
 
+def splitting_tokenizer(*, lower: bool = False, ignore_merges: bool = False) -> Tokenizer:
+    """A byte-level tokenizer that merges digits in threes, with a rule that no class of transformers has."""
+    model = tokenizers.models.BPE(
+        vocab={piece: index for index, piece in enumerate([*byte_alphabet(), "12", "123", "ab", "abc", END_OF_TEXT])},
+        merges=[("1", "2"), ("12", "3"), ("a", "b")],
+        ignore_merges=ignore_merges,
+    )
+    rules = tokenizers.Tokenizer(model)
+    if lower:
+        rules.normalizer = tokenizers.normalizers.Lowercase()
+    digits = tokenizers.pre_tokenizers.Digits(individual_digits=not ignore_merges)
+    bytes_of = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rules.pre_tokenizer = bytes_of if lower or ignore_merges else tokenizers.pre_tokenizers.Sequence([digits, bytes_of])
+    rules.decoder = tokenizers.decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=rules, eos_token=END_OF_TEXT)
+
+
+@pytest.mark.parametrize("rule", [{}, {"lower": True}, {"ignore_merges": True}], ids=["pieces", "text", "merges"])
+@pytest.mark.parametrize(
+    ("stated", "model_type"),
+    [("GPT2Tokenizer", None), ("Qwen2Tokenizer", "qwen3"), ("PreTrainedTokenizerFast", "qwen2")],
+)
+def test_a_tokenizer_has_the_rules_of_its_file(
+    tmp_path: Path, stated: str, model_type: str | None, rule: dict[str, bool]
+) -> None:
+    splitting_tokenizer(**rule).save_pretrained(tmp_path)
+    described = json.loads((tmp_path / "tokenizer_config.json").read_text("utf-8"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**described, "tokenizer_class": stated}), "utf-8")
+    if model_type:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}), "utf-8")
+    text = "123 Abc abc"
+    expected = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(text).ids
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert encode_text(tokenizer, text).tolist() == expected
+    assert end_of_text_id(tokenizer) == splitting_tokenizer().eos_token_id
+    save_tokenizer(tokenizer, tmp_path)
+    assert encode_text(load_tokenizer(str(tmp_path)), text).tolist() == expected
+
+
+def test_a_class_of_transformers_is_kept_where_it_has_the_rules_of_the_file(tmp_path: Path) -> None:
+    vocabulary = {piece: index for index, piece in enumerate([*byte_alphabet(), END_OF_TEXT])}
+    transformers.Qwen2Tokenizer(vocab=vocabulary, merges=[]).save_pretrained(tmp_path)
+    assert type(load_tokenizer(str(tmp_path))) is transformers.Qwen2Tokenizer
+
+
 @given(st.lists(st.text(alphabet="aAbB éunkow<|>/s ")))
 def test_other_tokenizers_use_their_own_rules(texts: list[str]) -> None:
     tokenizer = word_tokenizer(eos_token="</s>")
