@@ -74,15 +74,37 @@ def read_config(
             fields = dict(source)
             kind = _known_kind(fields.pop("model_type", None), where)
             _refuse_unknown_fields(kind, fields, where)
-            return AutoConfig.for_model(kind, **fields)
+            config: PreTrainedConfig = AutoConfig.for_model(kind, **fields)
+            _refuse_lost_theta(source, config, where)
+            return config
         name = located(source, where=where, revision=revision)
         stated = _fields_at(name, where, revision)
         if stated is not None and "auto_map" not in stated:  # otherwise its own code defines the type
             _known_kind(stated.get("model_type"), where)
-        config: PreTrainedConfig = AutoConfig.from_pretrained(
+        config = AutoConfig.from_pretrained(
             name, local_files_only=is_local(name), trust_remote_code=trust_remote_code, revision=revision or "main"
         )
+        _refuse_lost_theta(stated or {}, config, where)
         return config
+
+
+def _refuse_lost_theta(stated: Mapping[str, Any], config: PreTrainedConfig, where: str) -> None:
+    """Raise `ModelError` if `rope_parameters` in the fields has a theta that is not the one of the config.
+
+    transformers 5 replaces `rope_parameters` by a `rope_scaling` beside it, with the class's theta for one that is
+    missing there, and ignores a `rope_theta` beside it.
+    """
+    for fields, part in ((stated, config), (stated.get("text_config"), getattr(config, "text_config", None))):
+        rope = fields.get("rope_parameters") if isinstance(fields, Mapping) else None
+        if isinstance(rope, Mapping) and "rope_theta" in rope:
+            thetas = [rope["rope_theta"], fields.get("rope_theta", rope["rope_theta"])]
+            read = (getattr(part, "rope_parameters", None) or {}).get("rope_theta")
+            if read is not None and thetas != [read, read]:
+                what = (
+                    f"states a rope_theta of {' and '.join(map(str, dict.fromkeys(thetas)))}, but {read} would be used"
+                )
+                fix = "state the theta and the scaling in rope_parameters, and neither beside it"
+                raise ModelError(what, where=where, fix=fix)
 
 
 def _fields_at(name: str, where: str, revision: str | None) -> dict[str, Any] | None:

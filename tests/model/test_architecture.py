@@ -81,3 +81,19 @@ def test_what_a_config_class_says_of_its_fields_is_said_in_its_own_words(tmp_pat
         read_config(folder, where="model")
     folder = written(tmp_path / "mended", {"model_type": "qwen4_exp", "text_config": text | {"eos_token_id": 7}})
     assert read_config(folder, where="model").text_config.eos_token_id == 7
+
+
+@pytest.mark.parametrize("edit", [{"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, {"rope_theta": 5e6}])
+@pytest.mark.parametrize("as_file", [True, False])
+def test_a_rope_theta_that_transformers_would_forget_is_refused(
+    edit: dict[str, Any], as_file: bool, tmp_path: Path
+) -> None:
+    fields = {"model_type": "qwen3", "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    assert read_config(fields, where="model").rope_parameters["rope_theta"] == 1e6
+    source = written(tmp_path / "model", fields | edit) if as_file else fields | edit
+    with pytest.raises(ModelError, match=r"states a rope_theta of 1000000\.0.* but .* would be used"):
+        read_config(source, where="model")
+    both = read_config(
+        fields | {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}, where="model"
+    )
+    assert both.rope_parameters["rope_theta"] == 1e6
