@@ -24,6 +24,7 @@ from megatrain.schedule import (
 from megatrain.schedule.contents import Direction, Weights
 from megatrain.schedule.ops import COLLECTIVES, Access, Use
 from megatrain.schedule.passes import pieces
+from megatrain.schedule.passes.collectives import shared_nbytes
 from megatrain.schedule.passes.state_buffers import state_nbytes
 from megatrain.spec import ModelSpec, Numerics, ParamSpec, Placement, Policy, UnitSpec, Work
 from megatrain.spec.layout import layout_of
@@ -131,6 +132,21 @@ def test_each_matrix_is_made_orthogonal_once_in_the_world(ranks: int, policy: Po
         assert nbytes == state_nbytes(spec, Numerics("bf16"), policy)["host"], rank
     trained = [layout_of(unit).trained for unit in spec.units]
     assert made == sent / 2 == 2 * sum(layout.size - layout.matrices_start for layout in trained) > 0
+
+
+def test_ranks_map_no_more_directions_than_are_planned() -> None:
+    """They map them once, though a run may come to place on the disk what needs more of them."""
+    plain, mapped = small_spec(3), list[dict[str, int]]()
+    layers = {name: tuple(ParamSpec(f"{name}.{number}", (16, 16)) for number in range(6)) for name in plain.names[1:-1]}
+    units = tuple(replace(unit, params=(*unit.params, *layers.get(unit.name, ()))) for unit in plain.units)
+    spec = with_matrices(replace(plain, units=units)).over(2)
+    for placements in ((), (Placement(moments="disk"),) * 5):
+        policy = Policy(delivery="shared", placements=placements)
+        buffers = build_step(spec, Numerics("bf16"), policy, Work((4, 4)), "all").buffers
+        held = {b.name: b.nbytes for b in buffers.values() if (b.tier, b.use) == ("host", Use.DIRECTIONS)}
+        mapped.append(shared_nbytes(spec, Numerics("bf16"), policy))
+        assert held == {name: nbytes for name, nbytes in mapped[-1].items() if name in held or "directions" in name}
+    assert mapped[0] == mapped[1]
 
 
 @given(ranks=st.integers(2, 5), policy=policies)

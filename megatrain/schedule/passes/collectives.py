@@ -21,7 +21,7 @@ stay on their rank. Bytes are transferred by `dist`, memory is shared by `memory
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from megatrain.errors import PlanError
 from megatrain.schedule.contents import USED, Gradient, OwnGradient, OwnWeights, RankGradient, Weights
@@ -33,7 +33,7 @@ from megatrain.schedule.passes.state_buffers import (
     whole_matrices_name,
     whole_matrices_slots,
 )
-from megatrain.spec import ModelSpec, Numerics, Part, Placement, Policy
+from megatrain.spec import ModelSpec, Numerics, Part, Policy
 from megatrain.spec.layout import layout_of
 
 REDUCED_SLOTS = 2
@@ -182,9 +182,7 @@ def shared_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy) -> dict[
     sizes |= {sums_name(number): largest for number in range(SHARED_SLOTS) if largest}
     count, longest = whole_matrices_slots(model, policy)
     sizes |= {whole_matrices_name("host", number): longest for number in range(count)}
-    on_disk = replace(policy, placements=(Placement(moments="disk"),) * len(layouts))  # as a run may come to place it
-    slots = [direction_slots(model, numerics, each) for each in (replace(policy, placements=()), on_disk)]
-    count, widest = (max(numbers) for numbers in zip(*slots, strict=True))
+    count, widest = direction_slots(model, numerics, policy)
     return sizes | {directions_name("host", number): widest for number in range(count)}
 
 

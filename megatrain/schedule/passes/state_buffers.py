@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import product
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -53,6 +54,8 @@ RING = "host/piece_slots"
 
 NORMS = "host/norms"
 """Buffer of float64 sums of squares, one per unit."""
+
+MOMENTS_ON_DISK = Placement(moments="disk")
 
 USE_OF = {
     Part.WEIGHTS: Use.WEIGHTS,
@@ -234,8 +237,8 @@ def pieces_in_steps(
 
 
 def direction_slots(model: ModelSpec, numerics: Numerics, policy: Policy) -> tuple[int, int]:
-    """Number and bytes of the slots of directions in host memory, as many as any rank needs; (0, 0) if there are
-    none."""
+    """Number and bytes of the slots of directions in host memory, as many as any rank needs; (0, 0) if there are none.
+    Where ranks map each other's, which they do once, as many as any placement needs that a run may come to."""
     count = nbytes = 0
     for unit, placement, _ in units_alike(model, policy):
         slots = _direction_slots(layout_of(model.units[unit]).trained, model, numerics, policy, placement)
@@ -248,8 +251,9 @@ def _direction_slots(
 ) -> tuple[int, int]:
     if placement.on_device or trained.matrices_start >= trained.size:
         return 0, 0
-    count = widest = 0
-    for owned in Ownership.of(0, numerics, policy).all_ranks(trained):
+    count, widest, is_mapped = 0, 0, model.ranks > 1 and policy.delivery == "shared"
+    placements = (IN_HOST, MOMENTS_ON_DISK) if is_mapped else (placement,)
+    for owned, placement in product(Ownership.of(0, numerics, policy).all_ranks(trained), placements):
         groups = own_groups(trained, model, owned)
         pieces = pieces_in_steps(trained, groups, numerics, policy, placement)
         ends = ends_of(trained, model, owned, alike=bool(staged_arrays(trained, numerics, policy, placement)))
