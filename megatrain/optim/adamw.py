@@ -38,16 +38,13 @@ from megatrain.optim.optimizer import Betas, Optimizer, Rate, StepScalars, f32, 
 class AdamWScalars(StepScalars):
     """The factors of one step. Made by `AdamW.scalars`."""
 
-    STATE: ClassVar[tuple[str, ...]] = ("m", "v")
     kernel = staticmethod(kernels.adamw)
-    decay: np.float32
     step_size: np.float32  # lr / (1 - b1**t)
     root_scale: np.float32  # 1 / sqrt(1 - b2**t)
     eps: np.float32
     rest1: np.float32  # 1 - b1
     b2: np.float32
     rest2: np.float32  # 1 - b2
-    grad_scale: np.float32
 
     def change(self, kept: tuple[Any, ...], gradient: Any) -> Any:
         """See `StepScalars`. Roots are computed in float64 and rounded, which gives the correctly rounded float32 root
@@ -80,7 +77,7 @@ class AdamW(Optimizer):
     """
 
     NAME: ClassVar[str] = "adamw"
-    STATE: ClassVar[tuple[str, ...]] = AdamWScalars.STATE
+    STATE: ClassVar[tuple[str, ...]] = ("m", "v")
     lr: Rate = 1e-3
     betas: Betas = (0.9, 0.999)
     eps: Rate = 1e-8
@@ -100,12 +97,12 @@ class AdamW(Optimizer):
             raise too_high(lr)
         factors = (
             1 - lr * self.weight_decay,
+            grad_scale,
             lr / (1 - b1**step),
             1 / math.sqrt(1 - b2**step),
             self.eps,
             1 - b1,
             b2,
             1 - b2,
-            grad_scale,
         )
         return AdamWScalars(*map(f32, factors))

@@ -316,8 +316,8 @@ def join(hi: Any, lo: Any, out: Any, blocks: Any, counter: Any) -> None:
 def adamw(masters: Any, moments: Any, grad: Any, scalars: Any, blocks: Any, counter: Any) -> None:
     """One step on masters, split (hi, lo) or float32 (weight,), and moments (m, v). `scalars` is
     `AdamWScalars.packed()`, float32[8]."""
-    decay, step_size, root_scale, eps = scalars[0], scalars[1], scalars[2], scalars[3]
-    rest1, b2, rest2, grad_scale = scalars[4], scalars[5], scalars[6], scalars[7]
+    decay, grad_scale, step_size, root_scale = scalars[0], scalars[1], scalars[2], scalars[3]
+    eps, rest1, b2, rest2 = scalars[4], scalars[5], scalars[6], scalars[7]
     from_m, share = _lerp(rest1)
     m, v = moments
     hi, lo = masters[0], masters[-1]
@@ -342,9 +342,10 @@ def adamw(masters: Any, moments: Any, grad: Any, scalars: Any, blocks: Any, coun
 @compiled
 def lion(masters: Any, moments: Any, grad: Any, scalars: Any, blocks: Any, counter: Any) -> None:
     """One step on masters and the momentum, as `adamw` is called. `scalars` is `LionScalars.packed()`, float32[7]."""
-    decay, lr, b1, rest1 = scalars[0], scalars[1], scalars[2], scalars[3]
-    b2, rest2, grad_scale = scalars[4], scalars[5], scalars[6]
-    hi, lo, m = masters[0], masters[-1], moments[0]
+    decay, grad_scale, lr, b1 = scalars[0], scalars[1], scalars[2], scalars[3]
+    rest1, b2, rest2 = scalars[4], scalars[5], scalars[6]
+    (m,) = moments
+    hi, lo = masters[0], masters[-1]
     while True:
         i = claim(counter)
         if i >= blocks.shape[0]:

@@ -26,15 +26,12 @@ from megatrain.optim.optimizer import Betas, Optimizer, Rate, StepScalars, f32
 class LionScalars(StepScalars):
     """The factors of one step. Made by `Lion.scalars`."""
 
-    STATE: ClassVar[tuple[str, ...]] = ("m",)
     kernel = staticmethod(kernels.lion)
-    decay: np.float32
     lr: np.float32
     b1: np.float32
     rest1: np.float32  # 1 - b1
     b2: np.float32
     rest2: np.float32  # 1 - b2
-    grad_scale: np.float32
 
     def change(self, kept: tuple[Any, ...], gradient: Any) -> Any:
         """See `StepScalars`."""
@@ -52,7 +49,7 @@ class Lion(Optimizer):
     """
 
     NAME: ClassVar[str] = "lion"
-    STATE: ClassVar[tuple[str, ...]] = LionScalars.STATE
+    STATE: ClassVar[tuple[str, ...]] = ("m",)
     lr: Rate = 1e-4
     betas: Betas = (0.9, 0.99)
     weight_decay: Rate = 0.0
@@ -62,4 +59,4 @@ class Lion(Optimizer):
     def scalars(self, *, lr: float, step: int, grad_scale: float = 1.0) -> LionScalars:
         """See `Optimizer`."""
         lr, (b1, b2) = self.checked_rate(lr, step, grad_scale), self.betas
-        return LionScalars(*map(f32, (1 - lr * self.weight_decay, lr, b1, 1 - b1, b2, 1 - b2, grad_scale)))
+        return LionScalars(*map(f32, (1 - lr * self.weight_decay, grad_scale, lr, b1, 1 - b1, b2, 1 - b2)))

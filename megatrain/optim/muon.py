@@ -148,7 +148,8 @@ class Muon(Optimizer):
             what = f"{param.name} has {len(param.shape)} dimensions"
             raise ConfigError(what, where="matrices", fix="name parameters of 2 or 3 dimensions")
         stacked = param.products or math.prod(param.shape[:-2])
-        count = stacked if is_matrix or (is_matrix is None and param.products) else 0
+        chosen = bool(param.products) if is_matrix is None else is_matrix
+        count = stacked if chosen and param.numel else 0  # an MLP may have no width (`num_shared_experts: 0`)
         if parts is not None:
             self._refuse_to_cut(param, count, parts)
         if not count:

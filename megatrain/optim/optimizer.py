@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, ClassVar
@@ -37,6 +37,7 @@ OLDEST = "adamw"
 """The optimizer of checkpoints that name none."""
 
 
+@dataclass(frozen=True)
 class StepScalars(ABC):
     """The float32 factors of one step of one group of parameters, each computed in float64 and rounded once, and the
     arithmetic with them, on the host and on a device: the same bits.
@@ -44,9 +45,7 @@ class StepScalars(ABC):
     A subclass is a frozen dataclass. Its kernel reads the factors by position, so the order of its fields matters.
     """
 
-    STATE: ClassVar[tuple[str, ...]]
-    """That of the optimizer."""
-    kernel: Kernel
+    kernel: ClassVar[Kernel]
     """The pass on the host: a static method, called as those in `kernels.py` are."""
     decay: np.float32
     """1 - lr * weight_decay, for the segments that decay."""
@@ -61,8 +60,8 @@ class StepScalars(ABC):
     def change(self, kept: tuple[Any, ...], gradient: Any) -> Any:
         """The amount to subtract from the decayed weights; updates the optimizer's state in place.
 
-        kept: the state, in the order of `STATE`. gradient: scaled already. All are float32 tensors on one device.
-        Only operations that round once, in the order of the kernel, so no `addcmul` and no `alpha=`.
+        kept: the state, in the order of `Optimizer.STATE`. gradient: scaled already. All are float32 tensors on one
+        device. Only operations that round once, in the order of the kernel, so no `addcmul` and no `alpha=`.
         """
 
 
@@ -163,7 +162,7 @@ class Optimizer(ABC):
         """Compile every kernel for every dtype, or load it from numba's cache, ahead of the first step."""
         scalars = self.scalars(lr=0.0, step=1)
         for grad in (np.zeros(1, np.uint16), np.zeros(1, np.float32)):
-            moments = tuple(np.zeros(1, np.float32) for _ in scalars.STATE)
+            moments = tuple(np.zeros(1, np.float32) for _ in self.STATE)
             hi, lo = split(np.zeros(1, np.float32))
             update_on_host(StateArrays(hi, lo, moments), grad, scalars, [(0, 1, True)])
             update_on_host(StateArrays(join(hi, lo), None, moments), grad, scalars, [(0, 1, True)])
@@ -269,7 +268,8 @@ def update_on_host(
     not fit together.
     """
     names = ("weight",) if state.lo is None else ("hi", "lo")
-    written = dict(zip((*names, *scalars.STATE), (*state.masters, *state.moments), strict=True))
-    check_arrays(written, {"grad": grad}, _DTYPES | dict.fromkeys(scalars.STATE, (np.float32,)))
+    moments = {f"moments[{place}]": moment for place, moment in enumerate(state.moments)}
+    written = dict(zip(names, state.masters, strict=True)) | moments
+    check_arrays(written, {"grad": grad}, _DTYPES | dict.fromkeys(moments, (np.float32,)))
     blocks = cut(segments, grad.size)
     run(scalars.kernel, state.masters, state.moments, grad, scalars.packed(), blocks=blocks, threads=threads)

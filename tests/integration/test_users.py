@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatrain import AdamW, Engine, Policy
+from megatrain import AdamW, Engine, Lion, Policy
 from megatrain.device.cpu import CpuDevice
 from megatrain.device.sim import SimDevice
-from megatrain.errors import BatchError, ConfigError, DeviceError, LossError, ModelError, NonFinite
+from megatrain.errors import BatchError, CheckpointError, ConfigError, DeviceError, LossError, ModelError, NonFinite
 from megatrain.spec import ActivationPlan, Placement, Precision, Work
+from megatrain.train.options import EngineOptions
 from tests.tiny import batch, equal, relative_error, stock_gradients, tiny_model, unequal_batches
 
 
@@ -351,6 +352,31 @@ def test_hyperparameters_set_between_steps_apply_to_the_next(norm: float | None)
             assert relative_error(value, model.get_parameter(name)) < 1e-5
         with pytest.raises(ConfigError, match="other parameters would decay"):
             engine.set_optimizer(replace(first, no_decay=()))
+
+
+def test_the_state_of_another_optimizer_is_refused_or_starts_as_zeros(tmp_path: Path) -> None:
+    """As from the same weights without a state: AdamW counts its updates from 1."""
+    with Engine.from_model(tiny_model(), "cpu", "fp32", Lion(lr=1e-3), verify=False) as engine:
+        engine.step(unequal_batches())
+        folder = engine.save(tmp_path).wait()
+        with pytest.raises(ConfigError, match="AdamW cannot go on with what Lion has kept; make another engine"):
+            engine.set_optimizer(AdamW())
+    found: list[dict[str, Tensor]] = []
+    options: EngineOptions = {"precision": "fp32", "optimizer": AdamW(lr=1e-2), "verify": False}
+    with pytest.raises(CheckpointError, match="was trained by lion, and adamw cannot go on with its state; use lion"):
+        Engine.from_checkpoint(folder, **options)
+    for engine in (Engine.from_checkpoint(folder, new="zero", **options), Engine.from_pretrained(folder, **options)):
+        with engine:
+            engine.step(unequal_batches(1))
+            engine.step(unequal_batches(3))
+            found.append(engine.master_weights())
+    assert equal(*found)
+    with Engine.from_model(tiny_model(), **options) as engine:
+        before = engine.master_weights()
+        with pytest.raises(CheckpointError, match="was trained by lion"):
+            engine.restore(folder)
+        assert equal(engine.master_weights(), before)
+        engine.step(unequal_batches())
 
 
 @pytest.mark.parametrize("placement", [Placement(), Placement(weights="disk"), Placement("device", "device", "device")])

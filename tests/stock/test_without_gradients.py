@@ -1,4 +1,7 @@
-"""A parameter without a gradient in a step is left as `torch.optim.AdamW` leaves it: no decay, no moments, no count."""
+"""A parameter without a gradient in a step is left as `torch.optim.AdamW` leaves it: no decay, no moments, no count.
+
+Wherever its state is, every optimizer computes the same bits.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +19,23 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from megatrain import AdamW, Engine, Policy
+from megatrain import AdamW, Engine, Lion, Muon, Policy
 from megatrain.config.keys import TrainSection
 from megatrain.dist import World
 from megatrain.errors import LossError
-from megatrain.model import PretrainedSource
+from megatrain.model import ModelSource, PretrainedSource
 from megatrain.model.tiny import perturb
+from megatrain.optim import Optimizer
 from megatrain.spec import Numerics, Placement
 from megatrain.train.parity import stock_loss
 from tests.ranks import together, worlds
 from tests.stock.image_models import image_batch, image_model, text_batch
-from tests.tiny import batch, relative_error, tiny_model
+from tests.tiny import batch, equal, relative_error, tiny_model
 
 OPTIMIZER = AdamW(lr=1e-2, weight_decay=0.1, learning_rates=(("*extra*", 2e-2),))
+LION = Lion(lr=1e-3, betas=(0.9, 0.97), weight_decay=0.1, no_decay=("*norm*",))
+MUON = Muon(lr=1e-2, adamw=AdamW(lr=3e-3, weight_decay=0.1, learning_rates=(("*extra*", 2e-2),)))
+each_optimizer = pytest.mark.parametrize("optimizer", [OPTIMIZER, LION, MUON], ids=lambda each: each.NAME)
 LONG = 6
 """Length from which the parameters that are used at times are used."""
 Step = list[dict[str, Tensor]]
@@ -119,19 +126,26 @@ def expected(clip: float | None) -> dict[str, Tensor]:
     return by_torch(at_times(), STEPS, clip)
 
 
-def trained(case: str, folder: Path) -> dict[str, Tensor]:
-    device, policy, clip = CASES[case]
-    with engine_of(at_times(), device, policy, clip, disk=[folder] if "disk" in case else ()) as engine:
-        for batches in STEPS:
+def trained(
+    case: str, folder: Path, optimizer: Optimizer = OPTIMIZER, device: str = "", steps: Sequence[Step] = STEPS
+) -> dict[str, Tensor]:
+    of_case, policy, clip = CASES[case]
+    disk: Any = {"disk": [folder]} if "disk" in case else {}
+    with engine_of(at_times(), device or of_case, policy, clip, optimizer=optimizer, **disk) as engine:
+        for batches in steps:
             engine.step(batches)
         return engine.master_weights()
 
 
-@named(CASES, "cpu", "streamed, clipped")
-def test_parameters_used_at_times_are_updated_as_by_torch(case: str, tmp_path: Path) -> None:
+@cache
+def plainest(clip: float | None, optimizer: Optimizer = OPTIMIZER) -> dict[str, Tensor]:
+    return trained("cpu" if clip is None else "cpu, clipped", Path(), optimizer)
+
+
+@named(["cpu", "cpu, clipped"], "cpu")
+def test_parameters_used_at_times_are_updated_as_by_torch(case: str) -> None:
     """Each has its own count of updates, its own learning rate, and its gradients in some steps only."""
-    found, start = trained(case, tmp_path), dict(at_times().named_parameters())
-    wanted = expected(CASES[case][2])
+    found, start, wanted = plainest(CASES[case][2]), dict(at_times().named_parameters()), expected(CASES[case][2])
     for name, value in found.items():
         if "never" in name:
             assert torch.equal(value, start[name]), name
@@ -139,24 +153,40 @@ def test_parameters_used_at_times_are_updated_as_by_torch(case: str, tmp_path: P
         assert relative_error(value, wanted[name]) < 2e-5, name
 
 
+@pytest.mark.few(3)
+@each_optimizer
+@named([n for n in CASES if n[:3] != "cpu"], "on the disk, clipped", "streamed, clipped", "on the device, clipped")
+def test_no_bit_depends_on_where_the_state_is(case: str, optimizer: Optimizer, tmp_path: Path) -> None:
+    assert equal(trained(case, tmp_path, optimizer), plainest(CASES[case][2], optimizer))
+
+
+@pytest.mark.gpu
+@each_optimizer
+def test_no_bit_depends_on_where_the_state_is_on_a_gpu(optimizer: Optimizer, tmp_path: Path) -> None:
+    cases = ("sim, clipped", "streamed, clipped", "on the device, clipped")
+    first, *others = (trained(case, tmp_path, optimizer, "cuda:0") for case in cases)
+    assert all(equal(other, first) for other in others)
+
+
+@each_optimizer
 @named(CASES, "cpu, clipped")
-def test_a_resumed_run_knows_the_counts(case: str, tmp_path: Path) -> None:
+def test_a_resumed_run_knows_optimizer_and_counts(case: str, optimizer: Optimizer, tmp_path: Path) -> None:
     device, policy, clip = CASES[case]
     (tmp_path / "disk").mkdir()
     disk: Any = {"disk": [tmp_path / "disk"]} if "disk" in case else {}
-    with engine_of(at_times(), device, policy, clip, **disk) as engine:
+    with engine_of(at_times(), device, policy, clip, optimizer=optimizer, **disk) as engine:
         for batches in STEPS[:3]:
             engine.step(batches)
         folder = engine.save(tmp_path / "run").wait()
-    with engine_of(at_times(), device, policy, clip, **disk) as engine:
-        for batches in STEPS[:1]:
-            engine.step(batches)  # which is forgotten
+    how: Any = {"policy": engine.policy, "max_grad_norm": clip, "verify": False, "device": device, **disk}
+    how["numerics"] = engine.numerics
+    with Engine.from_checkpoint(folder, source=ModelSource(at_times()), **how) as engine:
+        assert engine.optimizer == optimizer
+        engine.step(STEPS[0])  # which is forgotten
         engine.restore(folder)
         for batches in STEPS[3:]:
             engine.step(batches)
-        found = engine.master_weights()
-    whole = trained(case, tmp_path / "disk")
-    assert all(torch.equal(found[name], whole[name]) for name in whole)
+        assert equal(engine.master_weights(), plainest(clip, optimizer))
 
 
 def test_parameters_that_train_later_count_from_zero(tmp_path: Path) -> None:
