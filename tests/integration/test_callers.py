@@ -377,6 +377,38 @@ def matrices_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [parameter for name, parameter in model.named_parameters() if name.endswith("proj.weight")]
 
 
+def muon_and_adamw(model: torch.nn.Module, of_adamw: Any = None, **of_muon: Any) -> list[torch.optim.Optimizer]:
+    """As users of `torch.optim.Muon` set it up, with rates of 0.001 and 0.0003."""
+    others = [parameter for name, parameter in model.named_parameters() if not name.endswith("proj.weight")]
+    muon = torch.optim.Muon(of_muon.pop("params", matrices_of(model)), **of_muon)
+    return [muon, torch.optim.AdamW(others, **{"lr": 3e-4, **(of_adamw or {})})]
+
+
+def warming_up(optimizers: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    """With schedulers that have set their rates to zero."""
+    for optimizer in optimizers:
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+        assert optimizer.param_groups[0]["lr"] == 0
+    return optimizers
+
+
+def in_two(parameters: list[torch.nn.Parameter], of_second: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"params": parameters[:1]}, {"params": parameters[1:], **of_second}]
+
+
+class OwnAdamW(torch.optim.AdamW):
+    """May do anything."""
+
+
+OTHERS = "or megatrain.Muon"
+PAIR = (
+    r"a torch.optim.Muon and a torch.optim.AdamW cannot .*, nor can their .* give megatrain.Muon\(lr=0.001, "
+    r"weight_decay=0.1, momentum=0.95, nesterov=True, adjust_lr_fn='original', adamw=megatrain.AdamW\(lr=0.0003, .*, "
+    r"weight_decay=0.01\)\), which updates the matrices of layers unless `matrices` says otherwise, and their rate to "
+    "each step as lr, which AdamW's follows$"
+)
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -395,20 +427,32 @@ def matrices_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
             r"AdamW\(lr=0.0001, .* weight_decay=0.01, learning_rates=\(\(pattern of names, 1e-05\),\)\)",
         ),
         (lambda model: torch.optim.Adam(model.parameters()), r"AdamW\(lr=0.001, .* weight_decay=0.0\)"),
-        (lambda model: torch.optim.Adam(model.parameters(), weight_decay=0.1), "or megatrain.Muon"),
-        (lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True), "or megatrain.Muon"),
+        (lambda model: torch.optim.Adam(model.parameters(), weight_decay=0.1), OTHERS),
+        (lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True), OTHERS),
         (lambda model: torch.optim.SGD(model.parameters()), "torch.optim.SGD cannot .* or megatrain.Muon"),
+        (muon_and_adamw, PAIR),
+        (lambda model: warming_up(muon_and_adamw(model)), PAIR),
+        (lambda model: muon_and_adamw(model, lr=torch.tensor(0.001, dtype=torch.float64)), PAIR),
+        (lambda model: muon_and_adamw(model, ns_coefficients=[3.4445, -4.775, 2.0315]), PAIR),
         (
-            lambda model: [torch.optim.Muon(matrices_of(model)), torch.optim.AdamW(model.parameters(), 3e-4)],
-            r"a torch.optim.Muon and a torch.optim.AdamW cannot .*, nor can their .* give megatrain.Muon\(lr=0.001, "
-            r"weight_decay=0.1, momentum=0.95, nesterov=True, adjust_lr_fn='original', "
-            r"adamw=megatrain.AdamW\(lr=0.0003, .*, weight_decay=0.01\)\), and the rate",
+            lambda model: muon_and_adamw(model, nesterov=False, momentum=0.9, weight_decay=0, ns_steps=6),
+            r"Muon\(lr=0.001, weight_decay=0, momentum=0.9, nesterov=False, ns_steps=6, adjust_lr_fn='original', adamw",
         ),
+        *((lambda model, odd=odd: muon_and_adamw(model, {odd: True}), OTHERS) for odd in ("maximize", "amsgrad")),
+        *(
+            (lambda model, second=second: muon_and_adamw(model, params=in_two(matrices_of(model), second)), OTHERS)
+            for second in ({"lr": 0.1}, {"weight_decay": 0.0}, {"ns_steps": 4}, {"nesterov": False})
+        ),
+        (
+            lambda model: [torch.optim.Muon(matrices_of(model)), torch.optim.AdamW(groups(model))],
+            f"Muon and a torch.optim.AdamW both hold a parameter, so they cannot .* {OTHERS}",
+        ),
+        (lambda model: OwnAdamW(model.parameters()), rf"a \S*test_callers.OwnAdamW cannot .* {OTHERS}"),
         (
             lambda model: torch.optim.Muon(matrices_of(model), ns_steps=6, adjust_lr_fn="match_rms_adamw"),
-            r"Muon\(.*ns_steps=6, adjust_lr_fn='match_rms_adamw', adamw=megatrain.AdamW\(lr=...\)\), and",
+            r"Muon\(.*ns_steps=6, adjust_lr_fn='match_rms_adamw', adamw=megatrain.AdamW\(lr=...\)\), which",
         ),
-        (lambda model: [*map(torch.optim.Muon, [matrices_of(model)] * 2)], "or megatrain.Muon"),
+        (lambda model: [*map(torch.optim.Muon, [matrices_of(model)] * 2)], OTHERS),
         (lambda model: (AdamW(), torch.optim.AdamW(model.parameters())), "is not an optimizer; give a megatrain.AdamW"),
         (lambda model: AdamW, "AdamW is a class; make one"),
         (lambda model: torch.optim.AdamW, "AdamW is a class; make one"),
