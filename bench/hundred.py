@@ -1,7 +1,7 @@
 """Trains a model of any size from disk and compares it with a small model that has the same answers.
 
-    python -m bench.hundred --parameters 105e9 --folder FOLDER [--precision bf16|fp32] [--experts N] [--lora]
-                            [--clip NORM] [--times N] [--json FILE]
+    python -m bench.hundred --parameters 105e9 --folder FOLDER [--precision bf16|fp32] [--experts N]
+                            [--lora | --muon] [--clip NORM] [--times N] [--json FILE]
     python -m bench.hundred --parameters 1e9 2e9 --times 16 --folder FOLDER [...]
 
 A narrow Llama (with `--experts` a Mixtral) is repeated over its width until it has about so many parameters: the same
@@ -20,6 +20,12 @@ the times of repetition learns at the rate divided by them, and all has one epsi
 for each parameter (PyTorch's groups), so that the two are the same rule. What is known is computed in float32. bf16 may
 be twice as far from it, in the same rows, as the narrow model is when plain PyTorch trains it in bf16. Tokens of a
 mixture go to two experts; in bf16 to all, since rounding would choose others, and then every number is another one.
+
+`--muon` gives the matrices of layers to Muon, each expert's by itself. Repeated k times over both sides, a matrix has
+the same singular values but for a factor, and zeros: its orthogonal direction is the narrow one's over k, as its weight
+is. `match_rms_adamw` multiplies rates by sqrt(k) more, so they are divided by it. A gradient of 32 tokens has no more
+than 32 singular values; the others are rounding, which Newton-Schulz makes up to 3.4445**5 = 485 times larger in both
+models: so the narrow one's error in bf16 bounds Muon's, too. (Torch's own iteration runs in float32 for what is known.)
 
 State is periodic, so a file system that compresses holds it in a fraction of its size, and speed here says nothing of a
 drive. `bench/deduplicating_drive.sh` mounts one that keeps each distinct block once, compressed, in memory. (btrfs with
@@ -47,6 +53,7 @@ from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -57,7 +64,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from bench.tiers import peak_nbytes
-from megatrain import AdamW, Engine, Policy
+from megatrain import AdamW, Engine, Muon, Policy
 from megatrain.engine import DTYPES
 from megatrain.formatting import amount, duration
 from megatrain.memory import Disk
@@ -104,6 +111,7 @@ class Run:
     precision: Precision = "bf16"
     experts: int = 0
     lora: bool = False
+    muon: bool = False
     clip: float | None = None
     times: int = 0
 
@@ -155,6 +163,10 @@ class Run:
         widths = {NARROW["hidden_size"], NARROW["intermediate_size"], *(count * NARROW["head_dim"] for count in heads)}
         times = tuple(self.repetitions if size in widths else 1 for size in shape)
         return Repeated(tuple(shape), times, tuple(shape), 1 / times[-1] if len(shape) > 1 else 1.0)
+
+    def matrices(self, name: str, tensor: Tensor) -> Sequence[Tensor]:
+        """Views of what Muon makes orthogonal in a tensor of a parameter's shape: none if AdamW updates it."""
+        return tensor.view(-1, *tensor.shape[-2:]).unbind() if self.muon and "_proj" in name else ()
 
     def files(self, step: int, precision: Precision = "fp32") -> Path:
         """Where the narrow model is after so many steps that were computed in a precision."""
@@ -228,11 +240,17 @@ def plain_steps(run: Run, precision: Precision) -> dict[str, Any]:
     """Losses and norms of three steps with float32 masters, computed in a precision; saves the model after each."""
     model = _adapted(run) if run.lora else copy.deepcopy(run.narrow)
     model.train()
-    masters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    kept = copy.deepcopy(model)
+    masters = {name: parameter.data for name, parameter in kept.named_parameters()}
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     how = {name: run.repeated(name, parameter.shape) for name, parameter in trained.items()}
-    groups = [{"params": [masters[name]], "eps": EPS / run.repetitions / how[name].gradient_factor} for name in trained]
-    optimizer = torch.optim.AdamW(groups, lr=LR, weight_decay=0.0)
+    whole = {name: run.matrices(name, masters[name]) for name in trained}
+    eps = {name: EPS / run.repetitions / each.gradient_factor for name, each in how.items()}
+    groups = [{"params": [masters[name]], "eps": eps[name]} for name in trained if not whole[name]]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=LR, weight_decay=0.0)]
+    if run.muon:
+        matrices = [matrix for stack in whole.values() for matrix in stack]
+        optimizers.append(torch.optim.Muon(matrices, lr=LR, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
     losses, norms = [], []
     for step in (1, 2, 3):
         for name, parameter in model.named_parameters():
@@ -241,22 +259,20 @@ def plain_steps(run: Run, precision: Precision) -> dict[str, Any]:
         sums = {name: torch.zeros_like(masters[name]) for name in trained}
         for batch in run.batches(step):
             loss = stock_loss(model, batch) / MICRO_BATCHES
-            loss.backward()
             losses[-1] += loss.item()
-            for name, parameter in trained.items():
-                assert parameter.grad is not None
-                sums[name] += parameter.grad.float()
-                parameter.grad = None
-        squares = [
-            how[name].copies * float(each.norm() * how[name].gradient_factor) ** 2 for name, each in sums.items()
-        ]
-        norms.append(sum(squares) ** 0.5)
-        for name in trained:
-            masters[name].grad = sums[name] * (1.0 if run.clip is None else clip_scale(norms[-1], run.clip))
-        optimizer.step()
-        for name, parameter in model.named_parameters():
-            parameter.data = masters[name].detach()
-        model.save_pretrained(run.files(step, precision))
+            for name, gradient in zip(trained, torch.autograd.grad(loss, [*trained.values()]), strict=True):
+                sums[name] += gradient
+        factors = {name: each.copies**0.5 * each.gradient_factor for name, each in how.items()}
+        norms.append(math.hypot(*(factors[name] * float(gradient.norm()) for name, gradient in sums.items())))
+        for name, gradient in sums.items():
+            gradient *= 1.0 if run.clip is None else clip_scale(norms[-1], run.clip)
+            masters[name].grad = gradient
+            for matrix, of_it in zip(whole[name], run.matrices(name, gradient), strict=True):
+                matrix.grad = of_it
+        with patch.object(Tensor, "bfloat16", Tensor.clone if precision == "fp32" else Tensor.bfloat16):
+            for optimizer in optimizers:
+                optimizer.step()
+        kept.save_pretrained(run.files(step, precision))
     return {"losses": losses, "norms": norms}
 
 
@@ -272,7 +288,9 @@ def take_steps(run: Run) -> dict[str, Any]:
         began()
         checkpoint = engine.save(run.folder / "checkpoints").wait()
         told["saving_seconds"] = began()
-        told["memory"] = _table(engine)
+        told["memory"] = defaultdict(int)
+        for (tier, _), nbytes in engine.diagnostics.memory_table().items():
+            told["memory"][tier] += nbytes
     told["checkpoint_nbytes"] = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
     return told | compared(run, checkpoint, 2)
 
@@ -289,12 +307,7 @@ def resume(run: Run) -> dict[str, Any]:
     return told | compared(run, export, 3)
 
 
-RUN_PART: Mapping[str, Callable[[Run], dict[str, Any]]] = {
-    "files": write_files,
-    "narrow": train_narrow,
-    "steps": take_steps,
-    "resumed": resume,
-}
+RUN_PART = dict(zip(PARTS, (write_files, train_narrow, take_steps, resume), strict=True))
 
 
 @contextmanager
@@ -322,11 +335,13 @@ def _options(run: Run, disk: Disk) -> dict[str, Any]:
     return {"precision": run.precision, "max_grad_norm": run.clip, "policy": policy, "disk": disk}
 
 
-def _optimizer(run: Run) -> AdamW:
+def _optimizer(run: Run) -> AdamW | Muon:
     """The rule that, for each copy, is that of `train_narrow`."""
     whole = ["*lora_B*"] if run.lora else {group_of(n) for n, how in run.wide.parameters.items() if how.factor == 1}
     rates = tuple((pattern, LR) for pattern in sorted(whole))
-    return AdamW(lr=LR / run.repetitions, eps=EPS / run.repetitions, weight_decay=0.0, learning_rates=rates)
+    adamw = AdamW(lr=LR / run.repetitions, eps=EPS / run.repetitions, weight_decay=0.0, learning_rates=rates)
+    rate = LR / run.repetitions**0.5
+    return Muon(lr=rate, weight_decay=0.0, newton_schulz=run.precision, adamw=adamw) if run.muon else adamw
 
 
 def _stepped(run: Run, engine: Engine, disk: Disk, steps: Sequence[int]) -> dict[str, Any]:
@@ -346,13 +361,6 @@ def _stepped(run: Run, engine: Engine, disk: Disk, steps: Sequence[int]) -> dict
             told[name].append(number)
         print(f"  step {step}: loss {out.loss:.6f}, {duration(seconds)}", flush=True)
     return {**told, "preparing_seconds": prepared}
-
-
-def _table(engine: Engine) -> dict[str, int]:
-    table: dict[str, int] = defaultdict(int)
-    for (tier, _), nbytes in engine.diagnostics.memory_table().items():
-        table[tier] += nbytes
-    return dict(table)
 
 
 def _adapted(run: Run) -> Any:
@@ -437,7 +445,7 @@ def results_in(run: Run) -> dict[str, Any]:
     """What earlier processes have found. Ends the program for a folder of another run."""
     path = run.folder / RESULTS
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"asked": run.asked, "parts": {}}
-    if found["asked"] != run.asked:
+    if Run(0, run.folder).asked | found["asked"] != run.asked:  # an older file does not name newer options
         raise SystemExit(f"{path} is of another run ({found['asked']}); name another folder, or delete it")
     return found
 
@@ -459,7 +467,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, required=True, help="for the models, the state and the results")
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--experts", type=int, default=0, help="of each layer, two of which compute each token")
-    parser.add_argument("--lora", action="store_true", help="train an adapter, with the model's weights in its files")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--lora", action="store_true", help="train an adapter, with the model's weights in its files")
+    what.add_argument("--muon", action="store_true", help="update the matrices of layers by Muon, all else by AdamW")
     parser.add_argument("--clip", type=float, help="by the global norm")
     parser.add_argument("--times", type=int, default=0, help="how often the narrow model is repeated")
     parser.add_argument("--json", type=Path, help="another place for the results")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,12 @@ def test_a_small_one_follows_the_narrow_model_and_an_error_in_one_row_is_found(
     assert grown["steps: written_nbytes"] == 0.5, "the same bytes for twice the parameters"
     assert grown["resumed: peak_process_nbytes"] == 1.0
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a part ran again"))
+    del results["asked"]["muon"]  # as before there was this option
+    (run.folder / hundred.RESULTS).write_text(json.dumps(results))
     main(["--parameters", "1e6", "--folder", str(run.folder), "--precision", "fp32", "--times", "2", "--clip", "2.0"])
     assert "losses within" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="is of another run"):
-        results_in(Run(2e6, run.folder))
+        results_in(replace(run, muon=True))
     (file,) = (run.folder / "export").glob("*.safetensors")
     weights = load_file(file)
     weights["model.layers.1.mlp.up_proj.weight"][-1] *= 1.01
@@ -52,17 +55,30 @@ def test_a_small_one_follows_the_narrow_model_and_an_error_in_one_row_is_found(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "asked",
-    [{"precision": "fp32", "experts": 4}, {"precision": "bf16", "experts": 4}, {"lora": True}, {"clip": 1.0}],
+    [
+        {"precision": "fp32", "experts": 4},
+        {"precision": "bf16", "experts": 4},
+        {"precision": "fp32", "experts": 4, "muon": True, "clip": 1.0},
+        {"muon": True},
+        {"lora": True},
+        {"clip": 1.0},
+    ],
     ids=str,
 )
-def test_so_do_mixtures_and_adapters(asked: dict[str, Any], tmp_path: Path) -> None:
+def test_so_do_mixtures_adapters_and_muon(asked: dict[str, Any], tmp_path: Path) -> None:
     assert held(Run(4e6, tmp_path / "run", **asked, times=2))["holds"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("experts", [0, 4])
-def test_rounding_does_not_explain_that_a_matrix_of_one_layer_has_missed_a_step(experts: int, tmp_path: Path) -> None:
-    run = Run(2e7, tmp_path / "run", experts=experts, times=4)
+@pytest.mark.parametrize(
+    ("parameters", "asked"),
+    [(2e7, {"times": 4}), (2e7, {"times": 4, "experts": 4}), (2e6, {"times": 2, "muon": True})],
+    ids=str,
+)
+def test_rounding_does_not_explain_that_a_matrix_of_one_layer_has_missed_a_step(
+    parameters: float, asked: dict[str, Any], tmp_path: Path
+) -> None:
+    run = Run(parameters, tmp_path / "run", **asked)
     held(run)
     (file,) = (run.folder / "export").glob("*.safetensors")
     weights = load_file(file)
