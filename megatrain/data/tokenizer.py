@@ -315,11 +315,7 @@ def _as_its_file_says(name: str) -> Tokenizer:
 
 def _require_reachable(name: str, known: Iterable[str] = ()) -> None:
     """Ask the hub once whether `name` exists, since `from_pretrained` would retry for most of a minute."""
-    try:
-        reason = hub_client.look_up_model(name)[1]
-    except ValueError as error:  # it cannot be a name on the hub
-        reason = first_line(error)
-    if reason:
+    if reason := hub_client.look_up_model(name)[1]:
         nearest = difflib.get_close_matches(name.lower(), ["bytes"]) or hub_client.nearest_names(name, known)
         fix = f"did you mean {' or '.join(nearest)}?" if nearest else "name a local tokenizer folder, or `bytes`"
         what = "neither a local folder nor in the local cache, and the Hugging Face hub did not provide it"

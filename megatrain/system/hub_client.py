@@ -97,16 +97,11 @@ def names_in(folder: str | Path) -> list[str]:
 
 @cache
 def look_up_model(name: str) -> tuple[bool, str]:
-    """Whether the Hub answers about a model, and why it has none of this name, in one line; empty if it may have one.
-
-    Raises `HFValidationError` for what cannot be a name on the Hub.
-    """
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+    """Whether the Hub answers about a model, and why it has none of this name, in a line; empty if it may have one."""
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
     try:
         ask_hub(lambda api: api.model_info(name, timeout=TIMEOUT_SECONDS))
-    except HFValidationError:
-        raise
     except GatedRepoError:  # a kind of the next
         return True, ""
     except RepositoryNotFoundError:

@@ -22,8 +22,8 @@ from typing import Any, Literal
 
 from megatrain.errors import ConfigError, MegaTrainError, ModelError
 
-HUB_NAME = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?")
-"""What a name on the Hugging Face hub looks like."""
+HUB_NAME = re.compile(r"(?!.*(--|\.\.|\.git$))\w([\w.-]{0,94}\w)?(/\w([\w.-]{0,94}\w)?)?", re.ASCII)
+"""What a name on the Hugging Face hub looks like, as its library checks it."""
 
 LONGEST_SHOWN = 160
 """Most characters of a path in an error message."""

@@ -32,6 +32,8 @@ def test_early_checks_import_no_slow_library(tmp_path: Path) -> None:
         f"data.sources={tmp_path}/corpse.txt": "corpse.txt: no such file or folder; did you mean",
         f"data.validation={tmp_path}/held.jsonl": "held.jsonl: no such file or folder",
         f"model.config=null model.path={tmp_path}/gone": f"model {tmp_path}/gone: no such folder or file",
+        "model.config=null model.path=-5GB": "model -5GB: no such folder or file",
+        "data.tokenizer=a--b": "a--b: no such file or folder",
         "data.sources=org/absent": "org/absent: neither a local file nor an earlier download, and the Hugging Face hub",
         f"model.config={tmp_path}/config.json": f"model {tmp_path}/config.json: no such folder or file; did you mean",
         "data.format=sharegtp": "data.format",

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
 import pytest
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
 from megatrain.errors import ConfigError, DataError
 from megatrain.system import paths
 from megatrain.system.paths import (
     lies_within,
+    may_be_hub_name,
     missing,
     nearest_path,
     parsed_json,
@@ -22,6 +26,8 @@ from megatrain.system.paths import (
 )
 from tests.bad_paths import FOR_A_FILE, FOR_A_FOLDER, KINDS, bad_path
 
+NAMES = ("gpt2", "org/Llama-3.1_8B", "-5GB", "org/-a", "org-/a", "a.", "a--b", "a..b", "a.git", "é", "a/" + "b" * 97)
+
 DEEP = "[" * 100_000 + "]" * 100_000
 
 
@@ -30,6 +36,13 @@ def cases() -> list[tuple[str, str, Literal["", "folder", "file"]]]:
     for to_write, kinds in (("", {}), ("folder", FOR_A_FOLDER), ("file", FOR_A_FILE)):
         found += [(kind, says, to_write) for kind, says in {**KINDS, **kinds}.items()]  # type: ignore[misc]
     return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_the_hubs_own_library_refuses_is_no_name_on_the_hub(name: str) -> None:
+    with nullcontext() if name in NAMES[:2] else pytest.raises(HFValidationError):
+        validate_repo_id(name)
+    assert may_be_hub_name(name) == (name in NAMES[:2])
 
 
 @pytest.mark.parametrize(("kind", "says", "to_write"), cases())
