@@ -24,7 +24,7 @@ from rich.text import Text
 from megatrain.errors import ConfigError, DeviceError, DoesNotFit, ModelError, PlanError
 from megatrain.formatting import amount, at_least, at_most, counted, counted_epochs, duration
 from megatrain.formatting import rate as _rate
-from megatrain.optim import described, kind_named
+from megatrain.optim import described, kind_described, kind_named
 from megatrain.plan import (
     Outlook,
     Plan,
@@ -75,11 +75,11 @@ if TYPE_CHECKING:
     from megatrain.config import Config
 
 LENGTH, TOKENS_PER_STEP = 4096, 65_536
+"""Defaults for sequence length and tokens per step; fewer tokens per step if these do not fit."""
 
 DRIVE_DECIDES = 2.0
 """Seconds in which state goes to the disk and back, over those of a step's useful operations, from which a step gets
 more tokens than usual."""
-"""Defaults for sequence length and tokens per step; fewer tokens per step if these do not fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,7 +328,14 @@ def find_model(
                 raise _is_configuration(where, content["model"])
             if adapter is not None:
                 raise ModelError("is a saved plan, which includes its adapter", where=where, fix="leave --adapter out")
-            return read_model(content, where)
+            spec, asked = read_model(content, where), content.get("question")
+            if attention not in ("auto", spec.attention):
+                what = f"is a saved plan, which includes its attention kernel, {spec.attention}"
+                raise ModelError(what, where=where, fix="leave --attention out")
+            if isinstance(asked, dict) and asked.get("precision", precision) != precision:
+                what = f"is a saved plan in {asked['precision']}"
+                raise ModelError(what, where=where, fix=f"add --precision {asked['precision']}")
+            return spec
     place = path.resolve() if exists else path
     name = place.parent.name if place.is_file() else place.name
     config = None if trust_remote_code else _config_text(source, path)
@@ -647,8 +654,8 @@ def _keys_beside_init(plan: Plan, options: Options) -> dict[str, object]:
         keys["train.max_grad_norm"] = "null"
     if options.attention != "auto":
         keys["model.attention"] = options.attention
-    if options.optimizer is not None:
-        keys["train.optimizer"] = options.optimizer
+    if (name := options.optimizer or kind_described(question.model)) is not None:
+        keys["train.optimizer"] = name
     totals = hardware.capacities
     limits = {tier: nbytes for tier in totals if 0 < (nbytes := question.limits.of(tier) or 0) <= totals[tier]}
     if hardware.divided_memory:  # a run would take each to be as large as what is free

@@ -26,7 +26,15 @@ from megatrain.optim.muon import (
     orthogonalize_flops,
     orthogonalize_nbytes,
 )
-from megatrain.optim.optimizer import Optimizer, StepScalars, described, kind_named, optimizer_from, update_on_host
+from megatrain.optim.optimizer import (
+    Optimizer,
+    StepScalars,
+    described,
+    kind_described,
+    kind_named,
+    optimizer_from,
+    update_on_host,
+)
 from megatrain.optim.split_master import HostArrays, StateArrays, join, join_into, split, split_into
 
 __all__ = [
@@ -47,6 +55,7 @@ __all__ = [
     "expansion",
     "join",
     "join_into",
+    "kind_described",
     "kind_named",
     "matrix_shape",
     "momentum_on_host",

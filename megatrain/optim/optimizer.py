@@ -204,6 +204,12 @@ def kind_named(name: str, where: str = "optimizer") -> type[Optimizer]:
     return kinds[name]
 
 
+def kind_described(model: ModelSpec) -> str | None:
+    """The name of the optimizer that a model is `described` for, unless it is AdamW."""
+    kept = {param.state for unit in model.units for param in unit.params if param.trainable}
+    return next((kind.NAME for kind in Optimizer.__subclasses__() if kind.STATE in kept and kind.NAME != OLDEST), None)
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, Optimizer):
         return value.as_json()

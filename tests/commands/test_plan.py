@@ -97,11 +97,27 @@ def test_an_optimizer_that_keeps_less_is_planned_with_less(saved: str, tmp_path:
     adamw, lion = state(saved, "adamw"), state(saved, "lion")
     assert adamw - lion == 4 * llama_shape("1B", 4, 4096, vocabulary=32_000).numel
     assert state(str(tmp_path / "lion.json"), None) == lion  # as the saved plan has it
+    assert "train.optimizer=lion" in shown(str(tmp_path / "lion.json"), sequence_length=512)
     with pytest.raises(ConfigError, match="--optimizer: 'adam' is no optimizer here; use adamw or lion"):
         shown(saved, optimizer="adam")
     matrices = 12 * 12 * 768**2  # of each of 12 layers: 3 for q, k and v, 1 behind them and 4 + 4 for the MLP
     padding = 12 * 10 << 16  # at most, between a layer's other parameters and its matrices
     assert 0 <= 4 * matrices - (state("gpt2", "adamw") - state("gpt2", "muon")) < padding
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"attention": "eager"}, "is a saved plan, which includes its attention kernel, sdpa; leave --attention out"),
+        ({"precision": "bf16"}, "is a saved plan in fp32; add --precision fp32"),
+    ],
+)
+def test_what_a_saved_plan_includes_cannot_be_asked_anew(options: dict[str, Any], complaint: str, saved: str) -> None:
+    """Its layers were measured with one kernel and in one precision."""
+    content = json.loads(Path(saved).read_text()) | {"question": {"precision": "fp32"}}
+    Path(saved).write_text(json.dumps(content))
+    with pytest.raises(ModelError, match=complaint):
+        shown(saved, **{"precision": "fp32", **options})
 
 
 def test_a_saved_plan_that_names_no_matrices_is_refused_with_muon(saved: str) -> None:
