@@ -402,7 +402,7 @@ def compared(run: Run, folder: Path, step: int) -> dict[str, Any]:
                 values = torch.stack([stored[row] for row in rows]) if known[name].dim() > 1 else stored[:].unsqueeze(0)
                 first, exact, near = (repeated.rows(of[name], torch.tensor(rows)) for of in (begin, known, rounded))
                 change, error, rounding = (float((one - exact).norm()) for one in (first, values, near))
-                errors[name] = error / change if change else math.inf if error else 0.0
+                errors[name] = error / change if change and error >= 0 else math.inf if error else 0.0  # inf for NaN
                 if change:
                     explained[group_of(name)] = max(explained[group_of(name)], ROUNDING * rounding / change)
     if missing := known.keys() ^ errors.keys():

@@ -463,7 +463,6 @@ class _Tally:
             self._note(group_of(name), error, name, case, setting)
 
     def _note(self, group: str, error: float, parameter: str, case: str, setting: str) -> None:
-        error = math.inf if math.isnan(error) else error
         self._met[group].append(Finding(group, error, parameter, case, setting))
 
     def worst(self) -> list[Finding]:
@@ -476,8 +475,13 @@ class _Tally:
         return worst
 
 
+def _error(difference: float, scale: float) -> float:
+    """Infinite rather than NaN, which no comparison finds to be larger than anything."""
+    return math.inf if math.isnan(difference) else difference / scale
+
+
 def _loss_error(computed: float, expected: float) -> float:
-    return abs(computed - expected) / max(abs(expected), 1.0)
+    return _error(abs(computed - expected), max(abs(expected), 1.0))
 
 
 def _floor(expected: Mapping[str, Tensor]) -> float:
@@ -487,7 +491,7 @@ def _floor(expected: Mapping[str, Tensor]) -> float:
 def _gradient_error(computed: Tensor, expected: Tensor, floor: float) -> float:
     if computed.shape != expected.shape:
         return math.inf
-    return _norm(computed.double() - expected) / (max(_norm(expected), floor) or 1.0)
+    return _error(_norm(computed.double() - expected), max(_norm(expected), floor) or 1.0)
 
 
 def _norm(value: Tensor) -> float:
@@ -510,7 +514,7 @@ def replay_finding(model: StockModel, make_engine: MakeEngine, case: Case, setti
     for name, gradients in answers[1:]:
         for parameter, value in gradients.items():
             error = _gradient_error(value, expected[parameter], floor)
-            if not torch.equal(value, expected[parameter]) and not error <= worst.error:
+            if not torch.equal(value, expected[parameter]) and error > worst.error:
                 worst = Finding(REPLAY, error, parameter, case.name, f"{first} against {name}")
     return worst
 

@@ -46,10 +46,12 @@ def test_a_small_one_follows_the_narrow_model_and_an_error_in_one_row_is_found(
         results_in(replace(run, muon=True))
     (file,) = (run.folder / "export").glob("*.safetensors")
     weights = load_file(file)
-    weights["model.layers.1.mlp.up_proj.weight"][-1] *= 1.01
-    save_file(weights, file)
-    found = compared(run, run.folder / "export", 3)
-    assert (found["worst"], found["to_rounding"] > 1) == ("model.layers.1.mlp.up_proj.weight", True)
+    name = "model.layers.1.mlp.up_proj.weight"
+    for factor in (1.01, float("nan")):
+        weights[name][-1] *= factor
+        save_file(weights, file)
+        found = compared(run, run.folder / "export", 3)
+        assert (found["worst"], found["farthest"], found["to_rounding"] > 1) == (name, name, True)
 
 
 @pytest.mark.slow

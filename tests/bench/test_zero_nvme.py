@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -55,13 +56,20 @@ def test_a_dead_process_is_reported_with_its_log(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "nbytes", "loss", "holds"),
-    [(3.0, 20, 8.01, True), (2.8, 20, 8.01, False), (3.0, 19, 8.01, False), (3.0, 20, 8.1, False)],
+    [
+        (3.0, 20, 8.01, True),
+        (2.8, 20, 8.01, False),
+        (3.0, 19, 8.01, False),
+        (3.0, 20, 8.1, False),
+        (3.0, 20, math.nan, False),
+    ],
 )
 def test_the_claim_is_of_speed_and_memory_at_the_same_losses(
     seconds: float, nbytes: int, loss: float, holds: bool
 ) -> None:
-    ours = {"seconds": [2.0, 2.0, 4.0], "losses": [8.0], "peak_nbytes": 10, "above_start_nbytes": 4}
-    theirs = {"seconds": [seconds, seconds, 2.0], "losses": [loss], "peak_nbytes": nbytes, "above_start_nbytes": 16}
+    losses = [8.0, loss]
+    ours = {"seconds": [2.0, 2.0, 4.0], "losses": [8.0, 8.0], "peak_nbytes": 10, "above_start_nbytes": 4}
+    theirs = {"seconds": [seconds, seconds, 2.0], "losses": losses, "peak_nbytes": nbytes, "above_start_nbytes": 16}
     found = zero_nvme.ratios(ours, theirs)
     assert found["holds"] == holds
     assert found["speed"] == seconds / 2

@@ -52,9 +52,8 @@ def mixed(kind: str, seed: int = 0) -> list[dict[str, Tensor]]:
 
 def errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     floor = FLOOR * max(float(value.norm()) for value in expected.values())
-    return {
-        name: float((found[name] - value).norm()) / max(float(value.norm()), floor) for name, value in expected.items()
-    }
+    distances = {name: float((found[name] - value).norm().nan_to_num(math.inf)) for name, value in expected.items()}
+    return {name: distances[name] / max(float(value.norm()), floor) for name, value in expected.items()}
 
 
 def away(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

@@ -3,6 +3,7 @@ an engine with it."""
 
 from __future__ import annotations
 
+import math
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from megatrain.cli import main
 from megatrain.errors import ModelError
 from megatrain.model import Source
 from megatrain.model.tiny import built
-from megatrain.model.wide import WideModel, find_recipe, narrow_config
+from megatrain.model.wide import Repeated, WideModel, find_recipe, narrow_config
 from megatrain.spec import Numerics
 from megatrain.train.parity import wide_report
 from tests.tiny import FAMILIES, VOCAB, stock_gradients, tiny_model, unequal_batches
@@ -67,6 +68,12 @@ def test_a_wide_model_computes_the_loss_and_the_gradients_of_the_narrow_one(kind
         scale = max(float(gradients[name].norm()), 1e-3)
         made = repeated.farthest(of_copies[name]) / repeated.gradient_factor
         assert float((made - gradients[name]).norm()) < 1e-4 * scale, name
+
+
+@pytest.mark.parametrize("copy", [2.0, math.inf, -math.inf, math.nan])
+def test_the_farthest_of_the_copies_is_the_one_that_is_not_finite(copy: float) -> None:
+    (found,) = Repeated((1,), (4,), (1,), 1.0).farthest(torch.tensor([1.0, copy, 1.0, 1.1]))
+    assert not torch.isclose(found, torch.tensor(1.0), atol=0.2)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -104,7 +105,10 @@ def test_dropout_is_replayed_by_every_plan_and_device() -> None:
     assert replay_finding(model, make, case, settings).error == 0
 
 
-@pytest.mark.parametrize(("off", "equal"), [({"tiny": 0.7}, True), ({"tiny": 0.7, "large": 1e-3}, False)])
+@pytest.mark.parametrize(
+    ("off", "equal"),
+    [({"tiny": 0.7}, True), ({"tiny": 0.7, "large": 1e-3}, False), ({"large": math.nan, "tiny": 0.7}, False)],
+)
 def test_replay_compares_with_the_largest_gradient(off: dict[str, float], equal: bool) -> None:
     """A gradient that is only rounding (DeepSeek-V4's gates of hash layers have 1e-9) has no scale of its own."""
     expected = {"large": torch.ones(4), "tiny": torch.full((4,), 1e-9)}
