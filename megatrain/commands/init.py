@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatrain.commands.plan import LENGTH, TOKENS_PER_STEP, adapter_keys, fewer_tokens, find_hardware, find_model
+from megatrain.commands.plan import TOKENS_PER_STEP, adapter_keys, fewer_tokens, find_hardware, find_model, length_for
 from megatrain.config import load_config
 from megatrain.config.llama_factory import translate
 from megatrain.config.translation import Translation
@@ -175,8 +175,7 @@ def _planned(answers: Answers, tokens: int | None) -> Plan:
     """The plan with `TOKENS_PER_STEP`, or fewer if they do not fit or the data is small."""
     options: dict[str, Any] = {"adapter": answers.adapter, "trust_remote_code": answers.trust_remote_code}
     spec = find_model(answers.model, answers.precision, **options)
-    most = spec.max_positions or LENGTH
-    length = min(answers.sequence_length or LENGTH, most)
+    length = length_for(spec, answers.sequence_length)
     hardware = find_hardware(answers.hardware, answers.precision)
     rows = max(1, TOKENS_PER_STEP // length)
     while tokens is not None and rows > 1 and EPOCHS * tokens < ENOUGH_STEPS * rows * length:

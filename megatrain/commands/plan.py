@@ -232,7 +232,7 @@ def _question_by(model: str, options: Options, machine: Hardware) -> Question:
     )
     if options.optimizer is not None:
         spec = described(spec, kind_named(options.optimizer, "--optimizer")())
-    length = _length(spec, options.sequence_length, options.tokens_per_step)
+    length = length_for(spec, options.sequence_length, options.tokens_per_step)
     tokens = options.tokens_per_step or _usual_tokens(length * options.ranks)
     return Question(spec, machine, tokens, length, options.precision, options.clip, saves=True, limits=limits)
 
@@ -485,7 +485,8 @@ def _limits(machine: Hardware, memories: Mapping[str, str | None], *, is_this_on
     return Limits(limits["device"], limits["host"], limits["disk"])
 
 
-def _length(spec: ModelSpec, length: int | None, tokens_per_step: int | None) -> int:
+def length_for(spec: ModelSpec, length: int | None, tokens_per_step: int | None = None) -> int:
+    """Tokens per sequence as asked, or the default. Raises `ConfigError` for more than the model has positions for."""
     most = spec.max_positions
     if length is None:
         return max(1, min(LENGTH, most or LENGTH, LENGTH if tokens_per_step is None else tokens_per_step))

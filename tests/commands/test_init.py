@@ -159,6 +159,13 @@ def test_mistakes_are_told_before_torch_is_imported(tmp_path: Path) -> None:
     assert not (tmp_path / "new.yaml").exists()
 
 
+def test_sequences_that_the_model_has_no_positions_for_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    answers = Answers("gpt2", (str(tmp_path / "text.txt"),), hardware="rtx-4090", sequence_length=1025)
+    with pytest.raises(ConfigError, match="--sequence-length: sequences of 1,025 tokens exceed the model's 1,024 pos"):
+        write_recipe(answers, tmp_path / "new.yaml")
+
+
 def test_init_asks_for_missing_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(["init", str(tmp_path / "new.yaml"), "--data", "x.jsonl"])
