@@ -1,7 +1,7 @@
 """Check before planning that the disks have room for a run's files.
 
-Counts one checkpoint (float32 masters and two moments of the trained parameters) and the final model with what is
-carried over to it, per file system; files of an earlier run that will be replaced count as free. Each save checks
+Counts one checkpoint (float32 masters and what the optimizer keeps) and the final model, both with what is carried
+over to them, per file system; files of an earlier run that will be replaced count as free. Each save checks
 again, exactly. Further checkpoints, which are skipped with a message if there is no room, are warned of. Not counted:
 the disk tier.
 """
@@ -26,7 +26,7 @@ def refuse_full_disk(config: Config, ported: PortedModel, resumed: Checkpoint | 
     """Raise `ConfigError` if there is no room for a checkpoint (if any are to be written) and the model."""
     needs = [(config.folder, model_nbytes(config, ported), "the model", "output.folder")]
     if config.checkpoint.every:
-        state = state_nbytes(ported)
+        state = state_nbytes(ported) + constant_nbytes(ported)
         needs.insert(0, (config.checkpoints, state, "a checkpoint", "checkpoint.folder or output.folder"))
     together = defaultdict(list)
     for need in needs:
@@ -53,7 +53,7 @@ def checkpoint_space_warning(config: Config, ported: PortedModel, steps: int) ->
     room = available_disk_nbytes(folder) + sum(_nbytes_in(path) for path in checkpoints(config.checkpoints))
     if folder.stat().st_dev == nearest_folder(config.folder).stat().st_dev:
         room -= model_nbytes(config, ported)
-    fits = max(0, room // state_nbytes(ported))
+    fits = max(0, (room - constant_nbytes(ported)) // state_nbytes(ported))
     if fits >= held:
         return ""
     fix = "free some space" if kept == 1 else "free some space, or keep fewer (checkpoint.keep_last)"
@@ -66,14 +66,23 @@ def state_nbytes(ported: PortedModel) -> int:
     return sum(4 * param.numel * (1 + len(param.state)) for param in params)
 
 
+def constant_nbytes(ported: PortedModel) -> int:
+    """Bytes of what does not train in a checkpoint, and of which the next have links: frozen masters, and what is
+    carried over. An adapter's has none."""
+    frozen = ported.structure.numel - ported.structure.trained_numel
+    return 0 if ported.adapter is not None else 4 * frozen + _carried_nbytes(ported)
+
+
 def model_nbytes(config: Config, ported: PortedModel) -> int:
     """Bytes of the tensors that the run exports: the whole model, or an adapter with what `peft` saves beside it."""
     written = written_parameters(ported)
     numel = sum(param.numel for unit in ported.structure.units for param in unit.params if param.name in written)
     nbytes = numel * WEIGHT_NBYTES[config.output.precision or written_precision(ported)]
-    if ported.adapter is None:
-        nbytes += sum(tensor.nbytes for tensor in carried_by(ported.skeleton).tensors)
-    return nbytes
+    return nbytes if ported.adapter is not None else nbytes + _carried_nbytes(ported)
+
+
+def _carried_nbytes(ported: PortedModel) -> int:
+    return sum(tensor.nbytes for tensor in carried_by(ported.skeleton).tensors)
 
 
 def _nbytes_in(folder: Path) -> int:

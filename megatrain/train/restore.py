@@ -45,6 +45,8 @@ LIBRARIES = ("torch", "transformers", "numpy")
 
 NewMoments = Literal["refuse", "zero"]
 """Treatment of parameters that train now but did not in the checkpoint."""
+ZEROS = "accept that the state starts as zeros (new='zero', or accept_changes=true in a run)"
+"""The advice where an optimizer lacks state."""
 
 
 def as_saved(
@@ -123,15 +125,14 @@ def refuse_other_state(checkpoint: Checkpoint, model: ModelSpec, optimizer: Opti
     then, where, shapes = _name_in(checkpoint), str(checkpoint.folder), checkpoint.moment_shapes
     if then != optimizer.NAME and new == "refuse":
         what = f"was trained by {then}, and {optimizer.NAME} cannot go on with its state"
-        fix = f"use {then}, or accept that the state starts as zeros (new='zero', or accept_changes=true in a run)"
-        raise CheckpointError(what, where=where, fix=fix)
+        raise CheckpointError(what, where=where, fix=f"use {then}, or {ZEROS}")
     for param in _trained(model):
         if param.name in shapes and shapes[param.name] != param.shape:
             what = f"has moments of shape {list(shapes[param.name])} for {param.name}, which is {list(param.shape)}"
             raise CheckpointError(what, where=where, fix="use the model that it was made from")
         if not checkpoint.keeps(param.name, param.state) and new == "refuse":
-            fix = "freeze what was frozen, or let their moments start as zeros"
-            raise CheckpointError(f"has no moments of {param.name}", where=where, fix=fix)
+            what, fix = f"has no {' and '.join(param.state)} of {param.name}", "train what it trained, in the same way"
+            raise CheckpointError(what, where=where, fix=f"{fix}, or {ZEROS}")
 
 
 def _name_in(checkpoint: Checkpoint) -> str:

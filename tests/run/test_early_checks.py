@@ -188,6 +188,25 @@ def test_a_disk_without_room_for_all_checkpoints_is_warned_of(
     assert bool(said) == bool(told)
 
 
+def test_the_room_for_a_checkpoint_is_what_it_holds_and_frozen_weights_are_held_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, config = tiny_model("llama"), configuration(tmp_path, checkpoint={"every": 1, "keep_last": 1})
+    model.model.layers.requires_grad_(False)
+    with Engine.from_model(model, "cpu", precision="fp32", verify=False) as engine:
+        ported, saved = engine.parts.ported, engine.save(tmp_path / "saved").wait()
+    held = sum(tensor.nbytes for file in saved.rglob("*.safetensors") for tensor in load_file(file).values())
+    room = held + disk_space.model_nbytes(config, ported)
+    monkeypatch.setattr(disk_space, "available_disk_nbytes", lambda _: room)
+    disk_space.refuse_full_disk(config, ported, None)
+    assert "has room for 1 of the 2" in disk_space.checkpoint_space_warning(config, ported, 10)
+    room -= 1
+    with pytest.raises(ConfigError, match="are needed for a checkpoint and the model"):
+        disk_space.refuse_full_disk(config, ported, None)
+    room += 1 + disk_space.state_nbytes(ported)
+    assert disk_space.checkpoint_space_warning(config, ported, 10) == ""
+
+
 @pytest.mark.parametrize(
     "changes", [{}, {"modules_to_save": ["lm_head"]}, {"target_modules": ["embed_tokens", "q_proj"]}]
 )
