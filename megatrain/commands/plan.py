@@ -335,7 +335,7 @@ def find_model(
             if isinstance(asked, dict) and asked.get("precision", precision) != precision:
                 what = f"is a saved plan in {asked['precision']}"
                 raise ModelError(what, where=where, fix=f"add --precision {asked['precision']}")
-            return spec
+            return spec.over(1)
     place = path.resolve() if exists else path
     name = place.parent.name if place.is_file() else place.name
     config = None if trust_remote_code else _config_text(source, path)

@@ -79,6 +79,7 @@ def test_plans_for_ranks_show_the_launch_command(saved: str, tmp_path: Path) -> 
     assert "torchrun --nnodes 2 --nproc-per-node 8 " in text
     content = json.loads(file.read_text())
     assert (content["question"]["ranks"], content["question"]["tokens_per_step"]) == (16, 65_536)
+    assert find_model(str(file), "bf16") == find_model(saved, "bf16"), "for any number of ranks again"
 
 
 @pytest.mark.usefixtures("plan_alone")
