@@ -9,6 +9,7 @@ the disk tier.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 from megatrain.checkpoint.listing import checkpoints
@@ -36,7 +37,7 @@ def refuse_full_disk(config: Config, ported: PortedModel, resumed: Checkpoint | 
         needed = sum(nbytes for _, nbytes, _, _ in on_one_disk)
         free = available_disk_nbytes(nearest_folder(folder))
         if resumed is None and any(each == config.checkpoints for each, _, _, _ in on_one_disk):
-            free += sum(_nbytes_in(path) for path in checkpoints(config.checkpoints))
+            free += _nbytes_in(checkpoints(config.checkpoints))
         if free < needed:
             names = " and ".join(name for _, _, name, _ in on_one_disk)
             what = f"has {at_most(free)} free, but about {at_least(needed)} are needed for {names}"
@@ -50,7 +51,7 @@ def checkpoint_space_warning(config: Config, ported: PortedModel, steps: int) ->
         return ""
     kept = section.keep_last + section.keep_best + (steps // section.keep_every if section.keep_every else 0)
     held = min(kept + 1, -(-steps // section.every))  # an old one stays until the new one is complete
-    room = available_disk_nbytes(folder) + sum(_nbytes_in(path) for path in checkpoints(config.checkpoints))
+    room = available_disk_nbytes(folder) + _nbytes_in(checkpoints(config.checkpoints))
     if folder.stat().st_dev == nearest_folder(config.folder).stat().st_dev:
         room -= model_nbytes(config, ported)
     fits = max(0, (room - constant_nbytes(ported)) // state_nbytes(ported))
@@ -85,5 +86,7 @@ def _carried_nbytes(ported: PortedModel) -> int:
     return sum(tensor.nbytes for tensor in carried_by(ported.skeleton).tensors)
 
 
-def _nbytes_in(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+def _nbytes_in(folders: Iterable[Path]) -> int:
+    """Bytes of the files in these folders; those that share a file have it once."""
+    files = (path.stat() for folder in folders for path in folder.rglob("*") if path.is_file())
+    return sum({file.st_ino: file.st_size for file in files}.values())

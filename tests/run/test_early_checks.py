@@ -205,6 +205,13 @@ def test_the_room_for_a_checkpoint_is_what_it_holds_and_frozen_weights_are_held_
         disk_space.refuse_full_disk(config, ported, None)
     room += 1 + disk_space.state_nbytes(ported)
     assert disk_space.checkpoint_space_warning(config, ported, 10) == ""
+    first, second = (config.checkpoints / f"step-0000000{step}" / "model.safetensors" for step in (1, 2))
+    for file in (first, second):
+        file.parent.mkdir(parents=True)
+    first.write_bytes(bytes(1000))
+    second.hardlink_to(first)
+    room -= 1001
+    assert "has room for 1 of the 2" in disk_space.checkpoint_space_warning(config, ported, 10)
 
 
 @pytest.mark.parametrize(
