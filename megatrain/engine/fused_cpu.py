@@ -8,7 +8,7 @@ the exponential is a polynomial. Other dtypes, and arguments that differ in thei
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import Any
 
@@ -181,40 +181,48 @@ def _rectified(x: Any) -> Any:
 
 
 @inlined
+def _at_most(x: Any, limit: Any) -> Any:
+    return limit if x > limit else x
+
+
+@inlined
 def _activate(gate: Any, values: Any, activation: Any) -> None:
-    """values: an activation of gate. activation: its kind and two factors."""
-    kind, linear, cubic = activation
+    """values: an activation of gate up to a limit. activation: its kind, two factors, and the limit."""
+    kind, linear, cubic, limit = activation
     if kind == SIGMOID:
         for k in range(gate.size):
-            values[k], _ = _by_sigmoid(to_f32(gate[k]), linear, cubic)
+            values[k], _ = _by_sigmoid(_at_most(to_f32(gate[k]), limit), linear, cubic)
     elif kind == GELU:
         for k in range(gate.size):
-            values[k], _ = _by_error_function(to_f32(gate[k]))
+            values[k], _ = _by_error_function(_at_most(to_f32(gate[k]), limit))
     else:
         for k in range(gate.size):
-            values[k], _ = _rectified(to_f32(gate[k]))
+            values[k], _ = _rectified(_at_most(to_f32(gate[k]), limit))
 
 
 @inlined
 def _activate_with_slopes(gate: Any, values: Any, slopes: Any, activation: Any) -> None:
-    """values, slopes: an activation of gate, and its derivative."""
-    kind, linear, cubic = activation
+    """values, slopes: an activation of gate up to a limit, and its derivative below that."""
+    kind, linear, cubic, limit = activation
     if kind == SIGMOID:
         for k in range(gate.size):
-            values[k], slopes[k] = _by_sigmoid(to_f32(gate[k]), linear, cubic)
+            values[k], slopes[k] = _by_sigmoid(_at_most(to_f32(gate[k]), limit), linear, cubic)
     elif kind == GELU:
         for k in range(gate.size):
-            values[k], slopes[k] = _by_error_function(to_f32(gate[k]))
+            values[k], slopes[k] = _by_error_function(_at_most(to_f32(gate[k]), limit))
     else:
         for k in range(gate.size):
-            values[k], slopes[k] = _rectified(to_f32(gate[k]))
+            values[k], slopes[k] = _rectified(_at_most(to_f32(gate[k]), limit))
 
 
 @compiled
-def gated_forward(inputs: Any, out: Any, shape: Any, activation: Any, blocks: Any, counter: Any) -> None:
-    """inputs (gate, up), whose row r begins at r * stride, of shape (width, stride); out [rows * width]."""
+def gated_forward(inputs: Any, out: Any, shape: Any, how: Any, blocks: Any, counter: Any) -> None:
+    """inputs (gate, up), whose row r begins at r * stride, of shape (width, stride); out [rows * width]; how (the
+    activation, what is added to up)."""
     gate, up = inputs
     width, stride = shape
+    activation, offset = how
+    limit = activation[3]
     values = np.empty(CHUNK, np.float32)
     while True:
         i = claim(counter)
@@ -227,15 +235,19 @@ def gated_forward(inputs: Any, out: Any, shape: Any, activation: Any, blocks: An
                 gate_b, up_b, out_b = gate[first:last], up[first:last], out[row * width + start : row * width + stop]
                 _activate(gate_b, values, activation)
                 for k in range(stop - start):
-                    out_b[k] = rounded_like(values[k] * to_f32(up_b[k]), out_b)
+                    factor = -_at_most(-_at_most(to_f32(up_b[k]), limit), limit) + offset
+                    out_b[k] = rounded_like(values[k] * factor, out_b)
 
 
 @compiled
-def gated_backward(inputs: Any, outputs: Any, shape: Any, activation: Any, blocks: Any, counter: Any) -> None:
-    """inputs (gradient [rows * width], gate, up), outputs (gradients of gate and up): rows as in `gated_forward`."""
+def gated_backward(inputs: Any, outputs: Any, shape: Any, how: Any, blocks: Any, counter: Any) -> None:
+    """inputs (gradient [rows * width], gate, up), outputs (gradients of gate and up): rows and how as in
+    `gated_forward`."""
     width, stride = shape
     gradient, gate, up = inputs
     of_gate, of_up = outputs
+    activation, offset = how
+    limit, zero = activation[3], np.float32(0)
     values, slopes = np.empty(CHUNK, np.float32), np.empty(CHUNK, np.float32)
     while True:
         i = claim(counter)
@@ -250,44 +262,52 @@ def gated_backward(inputs: Any, outputs: Any, shape: Any, activation: Any, block
                 wanted = gradient[row * width + start : row * width + stop]
                 _activate_with_slopes(gate_b, values, slopes, activation)
                 for k in range(stop - start):
-                    g = to_f32(wanted[k])
-                    of_gate_b[k] = rounded_like((g * to_f32(up_b[k])) * slopes[k], of_gate_b)
-                    of_up_b[k] = rounded_like(g * values[k], of_up_b)
+                    g, factor = to_f32(wanted[k]), to_f32(up_b[k])
+                    near = -_at_most(-_at_most(factor, limit), limit)
+                    slope = zero if to_f32(gate_b[k]) > limit else slopes[k]
+                    of_gate_b[k] = rounded_like((g * (near + offset)) * slope, of_gate_b)
+                    of_up_b[k] = rounded_like(zero if abs(factor) > limit else g * values[k], of_up_b)
 
 
 @compiled
-def rotate(inputs: Any, out: Any, shape: Any, inverse: Any, blocks: Any, counter: Any) -> None:
-    """inputs (elements of a tensor whose strides are in `shape`, cos and sin [batch or 1, tokens, angles]); out [batch,
-    tokens, heads, channels]; shape (tokens, heads, channels, angles, stride of the batch, of tokens, of heads, of
-    angles' batch). Blocks are of tokens."""
+def rotate(inputs: Any, out: Any, shape: Any, pairs: Any, inverse: Any, blocks: Any, counter: Any) -> None:
+    """inputs (elements of a tensor whose strides are in `shape`, cos and sin, whose rows begin where it says); out
+    [batch, tokens, heads, channels]; shape (tokens, heads, channels, pairs, stride of the batch, of tokens, of heads,
+    of angles' batch and tokens); pairs ((second, step), ...) of the tensor, of out, and of the angles: where the second
+    of a pair is from the first, and the next pair from this. Blocks are of tokens."""
     x, cos, sin = inputs
-    tokens, heads, channels, angles, of_batch, of_token, of_head, of_angles = shape
-    half = angles // 2
+    tokens, heads, channels, half, of_batch, of_token, of_head, of_angles, of_angle = shape
+    (second, step), (second_out, step_out), (second_angle, step_angle) = pairs
+    sign = np.float32(-1) if inverse else ONE
+    for_1, for_2 = (second_angle, 0) if inverse else (0, second_angle)
+    turned = 2 * half
     while True:
         i = claim(counter)
         if i >= blocks.shape[0]:
             return
         for place in range(blocks[i, 0], blocks[i, 1]):
             batch, token = place // tokens, place % tokens
-            at = batch * of_angles + token * angles
-            cos_1, cos_2 = cos[at : at + half], cos[at + half : at + angles]
-            sin_1, sin_2 = sin[at : at + half], sin[at + half : at + angles]
+            at = batch * of_angles + token * of_angle
             for head in range(heads):
                 start = batch * of_batch + token * of_token + head * of_head
                 end = (place * heads + head) * channels
-                first, second = x[start : start + half], x[start + half : start + angles]
-                out_1, out_2 = out[end : end + half], out[end + half : end + angles]
-                if inverse:
+                if step == 1 and step_out == 1 and step_angle == 1:
+                    first, other = x[start : start + half], x[start + half : start + turned]
+                    out_1, out_2 = out[end : end + half], out[end + half : end + turned]
+                    cos_1, cos_2 = cos[at : at + half], cos[at + second_angle : at + second_angle + half]
+                    sin_1, sin_2 = sin[at + for_1 : at + for_1 + half], sin[at + for_2 : at + for_2 + half]
                     for k in range(half):
-                        a, b = to_f32(first[k]), to_f32(second[k])
-                        out_1[k] = rounded_like(a * to_f32(cos_1[k]) + b * to_f32(sin_2[k]), out_1)
-                        out_2[k] = rounded_like(b * to_f32(cos_2[k]) - a * to_f32(sin_1[k]), out_2)
+                        a, b = to_f32(first[k]), to_f32(other[k])
+                        out_1[k] = rounded_like(a * to_f32(cos_1[k]) - b * (sign * to_f32(sin_1[k])), out_1)
+                        out_2[k] = rounded_like(b * to_f32(cos_2[k]) + a * (sign * to_f32(sin_2[k])), out_2)
                 else:
                     for k in range(half):
-                        a, b = to_f32(first[k]), to_f32(second[k])
-                        out_1[k] = rounded_like(a * to_f32(cos_1[k]) - b * to_f32(sin_1[k]), out_1)
-                        out_2[k] = rounded_like(b * to_f32(cos_2[k]) + a * to_f32(sin_2[k]), out_2)
-                for k in range(angles, channels):
+                        here, there, angle = start + k * step, end + k * step_out, at + k * step_angle
+                        a, b = to_f32(x[here]), to_f32(x[here + second])
+                        sin_a, sin_b = sign * to_f32(sin[angle + for_1]), sign * to_f32(sin[angle + for_2])
+                        out[there] = rounded_like(a * to_f32(cos[angle]) - b * sin_a, out)
+                        out[there + second_out] = rounded_like(b * to_f32(cos[angle + second_angle]) + a * sin_b, out)
+                for k in range(turned, channels):
                     out[end + k] = x[start + k]
 
 
@@ -342,45 +362,57 @@ def _sum_parts(parts: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def _gated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+def _gated(gate: Tensor, up: Tensor | None, activation: str, limit: float, offset: float) -> Tensor:
     if not _computes(gate, *(() if up is None else (up,))):
-        return fused.gated_reference(gate, up, activation)
+        return fused.gated_reference(gate, up, activation, limit, offset)
     inputs, shape = _halves(gate, up)
     out = gate.new_empty((*gate.shape[:-1], shape[0]))
     how: Any = {"blocks": _blocks(out.numel() // max(shape[0], 1), shape[0]), "threads": torch.get_num_threads()}
-    run(gated_forward, inputs, _array(out), shape, _kind(activation), **how)
+    run(gated_forward, inputs, _array(out), shape, _how(activation, limit, offset), **how)
     return out
 
 
-def _gated_backward(gradient: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
+def _gated_backward(
+    gradient: Tensor, gate: Tensor, up: Tensor | None, activation: str, limit: float, offset: float
+) -> tuple[Tensor, Tensor]:
     if not _computes(gradient, gate, *(() if up is None else (up,))):
-        return fused.gated_backward_reference(gradient, gate, up, activation)
+        return fused.gated_backward_reference(gradient, gate, up, activation, limit, offset)
     inputs, shape = _halves(gate, up)
     of_gate, of_up = torch.empty_like(gate), None if up is None else torch.empty_like(up)
     outputs, _ = _halves(of_gate, of_up)
     how: Any = {"blocks": _blocks(gradient.numel() // max(shape[0], 1), shape[0]), "threads": torch.get_num_threads()}
-    run(gated_backward, (_array(gradient), *inputs), outputs, shape, _kind(activation), **how)
+    run(gated_backward, (_array(gradient), *inputs), outputs, shape, _how(activation, limit, offset), **how)
     return of_gate, gate.new_empty(0) if of_up is None else of_up
 
 
-def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int, inverse: bool) -> tuple[Tensor, Tensor]:
-    if not _computes(q, k, cos, sin):
-        return fused.rotary_reference(q, k, cos, sin, heads, inverse)
-    angles = _array(cos), _array(sin)
-    return _rotated(q, cos, angles, heads, inverse), _rotated(k, cos, angles, heads, inverse)
+def _rotary(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, heads: int, pairs: Sequence[int], inverse: bool
+) -> tuple[Tensor, Tensor]:
+    if not _computes(q, *(() if k is None else (k,)), cos, sin):
+        return fused.rotary_reference(q, k, cos, sin, heads, pairs, inverse)
+    of_q, *of_k = (_rotated(x, cos, sin, heads, pairs, inverse) for x in (q, k) if x is not None)
+    return of_q, of_k[0] if of_k else q.new_empty(0)
 
 
-def _rotated(x: Tensor, cos: Tensor, arrays: tuple[NDArray[Any], NDArray[Any]], heads: int, inverse: bool) -> Tensor:
-    """One of the two results. arrays: of the cosines and sines."""
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, heads: int, pairs: Sequence[int], inverse: bool) -> Tensor:
+    """One of the two results."""
     out, token = fused.rotary_output(x, heads), 3 - heads
-    tokens, count, channels, angles = x.shape[token], x.shape[heads], x.shape[-1], cos.shape[-1]
-    strides = x.stride(0), x.stride(token), x.stride(heads)
-    shape = tokens, count, channels, angles, *strides, 0 if len(cos) == 1 else tokens * angles
-    numel = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
-    inputs = _array(x, numel), *arrays
+    tokens, count, channels = x.shape[token], x.shape[heads], x.shape[-1]
+    half = cos.shape[-1] // (1 if pairs[2] == fused.ONCE else 2)
+    of_angles = 0 if len(cos) == 1 else cos.stride(0), cos.stride(1)
+    shape = tokens, count, channels, half, x.stride(0), x.stride(token), x.stride(heads), *of_angles
+    places = [{fused.ONCE: (0, 1), fused.HALVES: (half, 1), fused.NEIGHBOURS: (1, 2)}[order] for order in pairs]
+    if inverse:
+        places[:2] = places[1::-1]
+    inputs = tuple(_array(each, _extent(each)) for each in (x, cos, sin))
     how: Any = {"blocks": _blocks(x.shape[0] * tokens, count * channels), "threads": torch.get_num_threads()}
-    run(rotate, inputs, _array(out), shape, inverse, **how)
+    run(rotate, inputs, _array(out), shape, tuple(places), inverse, **how)
     return out
+
+
+def _extent(x: Tensor) -> int:
+    """Elements of memory from its first to its last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
 
 
 def _computes(*tensors: Tensor) -> bool:
@@ -417,10 +449,10 @@ def _halves(gate: Tensor, up: Tensor | None) -> tuple[tuple[NDArray[Any], NDArra
     return (both, both[width:]), (width, 2 * width)
 
 
-def _kind(activation: str) -> tuple[int, np.float32, np.float32]:
-    """The kind of an activation, and its factors."""
-    linear, cubic = fused.SIGMOIDS.get(activation, (0.0, 0.0))
-    return {"gelu": GELU, "relu": RELU}.get(activation, SIGMOID), np.float32(linear), np.float32(cubic)
+def _how(activation: str, limit: float, offset: float) -> tuple[tuple[int, *tuple[np.float32, ...]], np.float32]:
+    """(the kind of an activation, its factors, the limit of its inputs), the offset."""
+    kind, factors = {"gelu": GELU, "relu": RELU}.get(activation, SIGMOID), fused.SIGMOIDS.get(activation, (0.0, 0.0))
+    return (kind, *map(np.float32, (*factors, limit))), np.float32(offset)
 
 
 def _blocks(rows: int, width: int) -> NDArray[np.int64]:

@@ -8,6 +8,7 @@ line. A kernel that fails later, for a width that was not tried, say, is replace
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from importlib import import_module
@@ -22,7 +23,7 @@ from megatrain.engine import fused_cpu
 from megatrain.errors import typed_line
 from megatrain.model import PortedModel
 from megatrain.model.fuse_layers import fuse_layers, unfuse_layers
-from megatrain.model.fused import ACTIVATIONS, LIBRARY, NORM_ROWS, REFERENCES
+from megatrain.model.fused import ACTIVATIONS, HALVES, LIBRARY, NEIGHBOURS, NORM_ROWS, ONCE, REFERENCES
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """Largest error that counts as rounding: the norm of the difference over that of the result."""
@@ -118,14 +119,21 @@ def calls(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, tuple
             yield "sum_parts", (x.float().flatten(0, -2), weight)
         for trains in (weight is not None, False):
             yield "rms_norm_backward", (gradient, x, scale, weight, offset or 0.0, trains)
-    for activation in ACTIVATIONS:
-        gate, up, gradient = 3 * draw(3, 1030), draw(3, 1030), draw(3, 1030)
+    clipped = ("quick_gelu", 2.0, 1.0), ("silu", 2.0, 0.0)
+    for how in (*((activation, math.inf, 0.0) for activation in ACTIVATIONS), *clipped):
+        gate, up, gradient = 3 * draw(3, 1030), 3 * draw(3, 1030), draw(3, 1030)
         for first, second in ((gate, up), (torch.cat([gate, up], -1), None)):
-            yield "gated", (first, second, activation)
-            yield "gated_backward", (gradient, first, second, activation)
+            yield "gated", (first, second, *how)
+            yield "gated_backward", (gradient, first, second, *how)
     x = draw(2, 5, 3, 24)
-    for heads, rows, angles in ((1, 2, 24), (2, 1, 24), (1, 1, 10)):
+    for heads, rows, angles, pairs in (
+        (1, 2, 24, (HALVES, HALVES, HALVES)),
+        (2, 1, 24, (NEIGHBOURS, NEIGHBOURS, NEIGHBOURS)),
+        (1, 1, 10, (NEIGHBOURS, HALVES, HALVES)),
+        (1, 1, 12, (HALVES, HALVES, ONCE)),
+        (2, 2, 5, (NEIGHBOURS, HALVES, ONCE)),
+    ):
         turned = x if heads == 2 else x.transpose(1, 2)
-        for inverse in (False, True):
-            angle = draw(rows, 5, angles), draw(rows, 5, angles)
-            yield "rotary", (turned, turned.narrow(heads, 1, 2), *angle, heads, inverse)
+        for inverse, k in ((False, turned.narrow(heads, 1, 2)), (True, turned.narrow(heads, 1, 2)), (False, None)):
+            angle = draw(rows, 5, 2 * angles)[..., :angles], draw(rows, 5, 2 * angles)[..., :angles]
+            yield "rotary", (turned, k, *angle, heads, pairs, inverse)

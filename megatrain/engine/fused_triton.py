@@ -7,6 +7,7 @@ runs first. `fused_forms` compares them with the reference forms before it uses 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -106,81 +107,130 @@ def _activated(x, LINEAR: tl.constexpr, CUBIC: tl.constexpr, KIND: tl.constexpr)
 
 
 @triton.jit
-def _gated_forward(tensors, sizes, LINEAR: tl.constexpr, CUBIC: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """tensors (gate, up, out); sizes (width, distance of rows of gate and up). A program has a part of one row."""
+def _gated_forward(
+    tensors, sizes, numbers, LINEAR: tl.constexpr, CUBIC: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr
+):
+    """tensors (gate, up, out); sizes (width, distance of rows of gate and up); numbers (limit, offset). A program has a
+    part of one row."""
     gate, up, out = tensors
     width, stride = sizes
+    limit, offset = numbers
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside, at, place = column < width, row * stride + column, row * width + column
-    value, _ = _activated(tl.load(gate + at, mask=inside, other=0.0).to(tl.float32), LINEAR, CUBIC, KIND)
-    value *= tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    first = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    value, _ = _activated(tl.where(first > limit, limit, first), LINEAR, CUBIC, KIND)
+    value *= _within(factor, limit) + offset
     tl.store(out + place, value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _gated_backward(tensors, sizes, LINEAR: tl.constexpr, CUBIC: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """tensors (gradient, gate, up, gradient of gate, gradient of up); sizes as in `_gated_forward`."""
+def _gated_backward(
+    tensors, sizes, numbers, LINEAR: tl.constexpr, CUBIC: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr
+):
+    """tensors (gradient, gate, up, gradient of gate, gradient of up); the others as in `_gated_forward`."""
     gradient, gate, up, of_gate, of_up = tensors
     width, stride = sizes
+    limit, offset = numbers
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside, at, place = column < width, row * stride + column, row * width + column
-    value, slope = _activated(tl.load(gate + at, mask=inside, other=0.0).to(tl.float32), LINEAR, CUBIC, KIND)
+    first = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    value, slope = _activated(tl.where(first > limit, limit, first), LINEAR, CUBIC, KIND)
     wanted = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32)
-    given = wanted * tl.load(up + at, mask=inside, other=0.0).to(tl.float32) * slope
+    given = tl.where(first > limit, 0.0, wanted * (_within(factor, limit) + offset) * slope)
     tl.store(of_gate + at, given.to(of_gate.dtype.element_ty), mask=inside)
-    tl.store(of_up + at, (wanted * value).to(of_up.dtype.element_ty), mask=inside)
+    given = tl.where(tl.abs(factor) > limit, 0.0, wanted * value)
+    tl.store(of_up + at, given.to(of_up.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _within(x, limit):
+    return tl.where(x > limit, limit, tl.where(x < -limit, -limit, x))
 
 
 @triton.jit
 def _rotate(
-    tensors, sizes, strides, INVERSE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr
+    tensors,
+    sizes,
+    strides,
+    PAIRS: tl.constexpr,
+    INVERSE: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
 ):
     """tensors (q, k, cos, sin, and the results [batch, tokens, heads, channels]); sizes (tokens, heads of q, heads of
-    k, channels, angles); strides of q and of k by batch, tokens and heads, and of cos and sin by batch. A program has
-    one token of q or of k."""
+    k, channels, pairs); strides of q and of k by batch, tokens and heads, and of cos and sin by batch and tokens. PAIRS
+    where the two of a pair lie in q and k, in the results, and among the angles. A program has one token of q or of
+    k."""
     q, k, cos, sin, out_q, out_k = tensors
-    tokens, heads_q, heads_k, channels, angles = sizes
+    tokens, heads_q, heads_k, channels, half = sizes
     if tl.program_id(1) == 0:
-        places = strides[0], strides[1], strides[2], strides[6]
-        _rotate_token((q, cos, sin, out_q), (tokens, heads_q, channels, angles), places, INVERSE, HEADS, HALF, REST)
+        places = strides[0], strides[1], strides[2], strides[6], strides[7]
+        _rotate_token(
+            (q, cos, sin, out_q), (tokens, heads_q, channels, half), places, PAIRS, INVERSE, HEADS, HALF, REST
+        )
     else:
-        places = strides[3], strides[4], strides[5], strides[6]
-        _rotate_token((k, cos, sin, out_k), (tokens, heads_k, channels, angles), places, INVERSE, HEADS, HALF, REST)
+        places = strides[3], strides[4], strides[5], strides[6], strides[7]
+        _rotate_token(
+            (k, cos, sin, out_k), (tokens, heads_k, channels, half), places, PAIRS, INVERSE, HEADS, HALF, REST
+        )
+
+
+@triton.jit
+def _places(pair, half, ORDER: tl.constexpr):
+    """Where the two of a pair lie in a row. ORDER: 0, 1 and 2 for ONCE, HALVES and NEIGHBOURS."""
+    if ORDER == 2:
+        first, second = 2 * pair, 2 * pair + 1
+    elif ORDER == 1:
+        first, second = pair, half + pair
+    else:
+        first, second = pair, pair
+    return first, second
 
 
 @triton.jit
 def _rotate_token(
-    tensors, sizes, strides, INVERSE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr
+    tensors,
+    sizes,
+    strides,
+    PAIRS: tl.constexpr,
+    INVERSE: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
 ):
     """The part of `_rotate` for one of q and k."""
     x, cos, sin, out = tensors
-    tokens, heads, channels, angles = sizes
-    of_batch, of_token, of_head, of_angles = strides
+    tokens, heads, channels, half = sizes
+    of_batch, of_token, of_head, of_angles, of_angle = strides
     program = tl.program_id(0).to(tl.int64)
     batch, token = program // tokens, program % tokens
-    head, channel, half = tl.arange(0, HEADS), tl.arange(0, HALF), angles // 2
-    inside = (head < heads)[:, None] & (channel < half)[None, :]
-    at = batch * of_batch + token * of_token + head[:, None] * of_head + channel[None, :]
-    to = (program * heads + head[:, None]) * channels + channel[None, :]
-    angle = batch * of_angles + token * angles + channel
-    cos_1 = tl.load(cos + angle, mask=channel < half, other=0.0).to(tl.float32)[None, :]
-    cos_2 = tl.load(cos + angle + half, mask=channel < half, other=0.0).to(tl.float32)[None, :]
-    sin_1 = tl.load(sin + angle, mask=channel < half, other=0.0).to(tl.float32)[None, :]
-    sin_2 = tl.load(sin + angle + half, mask=channel < half, other=0.0).to(tl.float32)[None, :]
-    first = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(x + at + half, mask=inside, other=0.0).to(tl.float32)
+    head, pair = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)
+    inside = (head < heads) & (pair < half)[None, :]
+    at = batch * of_batch + token * of_token + head * of_head
+    to = (program * heads + head) * channels
+    angle_1, angle_2 = _places(pair, half, PAIRS[2])
+    angle = batch * of_angles + token * of_angle
+    cos_1 = tl.load(cos + angle + angle_1, mask=pair < half, other=0.0).to(tl.float32)[None, :]
+    cos_2 = tl.load(cos + angle + angle_2, mask=pair < half, other=0.0).to(tl.float32)[None, :]
+    sin_1 = tl.load(sin + angle + angle_1, mask=pair < half, other=0.0).to(tl.float32)[None, :]
+    sin_2 = tl.load(sin + angle + angle_2, mask=pair < half, other=0.0).to(tl.float32)[None, :]
+    from_1, from_2 = _places(pair[None, :], half, PAIRS[0])
+    to_1, to_2 = _places(pair[None, :], half, PAIRS[1])
+    first = tl.load(x + at + from_1, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + at + from_2, mask=inside, other=0.0).to(tl.float32)
     if INVERSE:
         made_1, made_2 = first * cos_1 + second * sin_2, second * cos_2 - first * sin_1
     else:
         made_1, made_2 = first * cos_1 - second * sin_1, second * cos_2 + first * sin_2
-    tl.store(out + to, made_1.to(out.dtype.element_ty), mask=inside)
-    tl.store(out + to + half, made_2.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + to + to_1, made_1.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + to + to_2, made_2.to(out.dtype.element_ty), mask=inside)
     if REST > 1:
-        channel = angles + tl.arange(0, REST)
-        inside = (head < heads)[:, None] & (channel < channels)[None, :]
-        at = batch * of_batch + token * of_token + head[:, None] * of_head + channel[None, :]
-        to = (program * heads + head[:, None]) * channels + channel[None, :]
-        tl.store(out + to, tl.load(x + at, mask=inside, other=0.0), mask=inside)
+        channel = 2 * half + tl.arange(0, REST)[None, :]
+        inside = (head < heads) & (channel < channels)
+        tl.store(out + to + channel, tl.load(x + at + channel, mask=inside, other=0.0), mask=inside)
 
 
 # Ops ------------------------------------------------------------------------------------------------------------------
@@ -219,41 +269,49 @@ def sum_parts(parts: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def gated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+def gated(gate: Tensor, up: Tensor | None, activation: str, limit: float, offset: float) -> Tensor:
     """As `fused.gated_reference`."""
     first, second = _halves(gate, up)
     width, stride = gate.shape[-1] // (2 if up is None else 1), gate.shape[-1]
     out = gate.new_empty((*gate.shape[:-1], width))
     if out.numel():
         grid, block = _grid(out)
-        _gated_forward[grid]((first, second, out), (width, stride), **_kind(activation), BLOCK=block)
+        numbers = limit, offset
+        _gated_forward[grid]((first, second, out), (width, stride), numbers, **_kind(activation), BLOCK=block)
     return out
 
 
-def gated_backward(gradient: Tensor, gate: Tensor, up: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
+def gated_backward(
+    gradient: Tensor, gate: Tensor, up: Tensor | None, activation: str, limit: float, offset: float
+) -> tuple[Tensor, Tensor]:
     """As `fused.gated_backward_reference`."""
     of_gate, of_up = torch.empty_like(gate), None if up is None else torch.empty_like(up)
     if gradient.numel():
         tensors = gradient, *_halves(gate, up), *_halves(of_gate, of_up)
         grid, block = _grid(gradient)
         sizes = gradient.shape[-1], gate.shape[-1]
-        _gated_backward[grid](tensors, sizes, **_kind(activation), BLOCK=block)
+        _gated_backward[grid](tensors, sizes, (limit, offset), **_kind(activation), BLOCK=block)
     return of_gate, gate.new_empty(0) if of_up is None else of_up
 
 
-def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int, inverse: bool) -> tuple[Tensor, Tensor]:
+def rotary(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, heads: int, pairs: Sequence[int], inverse: bool
+) -> tuple[Tensor, Tensor]:
     """As `fused.rotary_reference`."""
-    results, token = (fused.rotary_output(q, heads), fused.rotary_output(k, heads)), 3 - heads
-    tokens, channels, angles = q.shape[token], q.shape[-1], cos.shape[-1]
-    counts = q.shape[heads], k.shape[heads]
+    both, token = (q, q if k is None else k), 3 - heads
+    results = fused.rotary_output(q, heads), q.new_empty(0) if k is None else fused.rotary_output(k, heads)
+    tokens, channels, half = q.shape[token], q.shape[-1], cos.shape[-1] // (1 if pairs[2] == fused.ONCE else 2)
+    counts = [x.shape[heads] for x in both]
     if q.numel():
-        strides = [x.stride(dim) for x in (q, k) for dim in (0, token, heads)]
-        strides.append(0 if len(cos) == 1 else tokens * angles)
-        powers = map(triton.next_power_of_2, (max(counts), angles // 2, max(1, channels - angles)))
+        strides = [x.stride(dim) for x in both for dim in (0, token, heads)]
+        strides += [0 if len(cos) == 1 else cos.stride(0), cos.stride(1)]
+        powers = map(triton.next_power_of_2, (max(counts), half, max(1, channels - 2 * half)))
         options = dict(zip(("HEADS", "HALF", "REST"), powers, strict=True))
-        options["REST"] = max(2, options["REST"]) if channels > angles else 1
-        tensors, sizes = (q, k, cos, sin, *results), (tokens, *counts, channels, angles)
-        _rotate[(q.shape[0] * tokens, 2)](tensors, sizes, tuple(strides), INVERSE=inverse, **options, **OPTIONS)
+        options["REST"] = max(2, options["REST"]) if channels > 2 * half else 1
+        tensors, sizes = (*both, cos, sin, *results), (tokens, *counts, channels, half)
+        orders = (pairs[1], pairs[0], pairs[2]) if inverse else tuple(pairs)
+        options |= {"PAIRS": orders, "INVERSE": inverse, **OPTIONS}
+        _rotate[(q.shape[0] * tokens, 1 if k is None else 2)](tensors, sizes, tuple(strides), **options)
     return results
 
 

@@ -1,20 +1,24 @@
 """Replaces functions of a layer by fused ones (`model.fused`), found by what they compute.
 
-No list of classes or names: a module, or a function that an attention module calls, is run on random data and weights
-in float32, and replaced if a formula of a small table gives the same there. Found are RMS norms (with a weight, with 1
-+ weight, without) and layer norms that a module spells out; MLPs of the form down(activation(gate(x)) * up(x)), also
-with gate and up in one product; and rotary embeddings that turn the halves of a head. What fits no formula stays as it
-is. Children of an MLP are called as before, so that adapters on them count, and parameters keep their names.
+No list of classes: a module, or a function that an attention module calls, is run on random data and weights in
+float32, and replaced if a formula of a small table gives the same there. Found are RMS norms (with a weight, with 1 +
+weight, without) and layer norms that a module spells out; MLPs of the form down(activation(gate(x)) * up(x)), also with
+gate and up in one product, clipped, and with 1 + up, and the same between the two products of stacked experts; and
+rotary embeddings that turn the halves or the neighbours of a head. What fits no formula stays as it is. Children of an
+MLP are called as before, so that adapters on them count, and parameters keep their names.
 
-A replaced module has a `forward` of its own. A function that attention calls is replaced for that module alone, by a
-copy of its `forward` that looks the name up elsewhere; the library's module is not touched.
+A replaced module has a `forward`, or stacked experts a method GATE, of its own. A function that attention calls is
+replaced for that module alone, by a copy of its `forward` that looks the name up elsewhere; the library's module is not
+touched.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -26,6 +30,9 @@ from torch.nn import functional
 from megatrain.model.chunked_layers import MOST_RANDOM_NUMEL, ExpandedRowLinear, random_like
 from megatrain.model.fused import (
     ACTIVATIONS,
+    HALVES,
+    NEIGHBOURS,
+    ONCE,
     gated,
     halves,
     rms_norm,
@@ -43,6 +50,18 @@ SCALES = (1e-4, 1e-3, 1.0, 30.0)
 WIDTH = 24
 """Channels of a norm that any number would do for."""
 EPSILONS = (1e-6, 1e-5, 1e-8, 1e-12, torch.finfo(torch.float32).eps, 0.0)
+FORWARD, GATE = "forward", "_apply_gate"
+"""Methods of modules that are replaced; the second is what the library's stacked experts compute between products."""
+HEADS = "unsqueeze_dim"
+"""What the library's rotary functions call the dimension of heads."""
+PAIRS = (
+    ((HALVES, HALVES, HALVES), False),
+    ((HALVES, HALVES, ONCE), False),  # gpt-oss
+    ((NEIGHBOURS, NEIGHBOURS, NEIGHBOURS), False),  # Cohere
+    ((NEIGHBOURS, NEIGHBOURS, ONCE), True),  # GLM, Ernie
+    ((NEIGHBOURS, HALVES, ONCE), True),  # DeepSeek
+)
+"""Where pairs lie (`rotary`), and whether the first half of the angles counts alone."""
 MOST_CHILDREN = 8
 """Modules with more are no MLP."""
 
@@ -58,9 +77,10 @@ def unfuse_layers(ported: PortedModel) -> None:
     """Undo `fuse_layers`."""
     for layer in roots_of(ported)[1:]:
         for module in layer.modules():
-            if getattr(vars(module).get("forward"), "is_fused", False):
-                del module.forward
-                ported.profiled = None
+            for name in (FORWARD, GATE):
+                if getattr(vars(module).get(name), "is_fused", False):
+                    delattr(module, name)
+                    ported.profiled = None
 
 
 def fuse(layer: nn.Module) -> dict[str, str]:
@@ -71,10 +91,10 @@ def fuse(layer: nn.Module) -> dict[str, str]:
     changed: dict[str, str] = {}
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.no_grad():
         for name, module in layer.named_modules():
-            if "forward" in vars(module) or (forward := _fused_forward(module)) is None:
-                continue
-            module.forward = forward
-            changed[name] = "rotary embedding" if isinstance(forward, MethodType) else str(forward)
+            for method, fused_form in ((FORWARD, _fused_forward), (GATE, _fused_gate)):
+                if method not in vars(module) and (fused := fused_form(module)) is not None:
+                    setattr(module, method, fused)
+                    changed[name] = "rotary embedding" if isinstance(fused, MethodType) else str(fused)
     return changed
 
 
@@ -88,7 +108,7 @@ def _fused_forward(module: nn.Module) -> Callable[..., Any] | None:
 
 
 class _Fused:
-    """Replaces the forward of a module, `plain`, where that is called with one tensor."""
+    """Replaces a method of a module, `plain`, where that is called with one tensor."""
 
     plain: Callable[..., Any]
     is_fused = True
@@ -175,6 +195,10 @@ def _epsilons(module: nn.Module) -> list[float]:
 # Gated MLPs -----------------------------------------------------------------------------------------------------------
 
 
+_Gate = tuple[str, float, float]
+"""An activation, the limit of its inputs, and what is added to the other factor: see `gated`."""
+
+
 @dataclass(frozen=True, eq=False)
 class _GatedMlp(_Fused):
     plain: Callable[..., Any]
@@ -183,18 +207,78 @@ class _GatedMlp(_Fused):
     second: nn.Module | None
     last: nn.Module
     gate_first: bool
-    activation: str
+    how: _Gate
 
     def __str__(self) -> str:
-        return f"MLP gated by {self.activation}"
+        return f"MLP {_named(self.how)}"
 
     def compute(self, x: Tensor) -> Tensor:
         gate, up = self.first(x), None if self.second is None else self.second(x)
         if not self.gate_first:
             assert up is not None
             gate, up = up, gate
-        made: Tensor = self.last(gated(gate, up, self.activation))
+        made: Tensor = self.last(gated(gate, up, *self.how))
         return made
+
+
+@dataclass(frozen=True, eq=False)
+class _GateOfExperts(_Fused):
+    plain: Callable[..., Any]
+    neighbours: bool
+    """Whether gate and up lie side by side, rather than one after the other."""
+    how: _Gate
+
+    def __str__(self) -> str:
+        return f"experts {_named(self.how)}"
+
+    def compute(self, x: Tensor) -> Tensor:
+        if self.neighbours:
+            return gated(*x.unflatten(-1, (-1, 2)).unbind(-1), *self.how)
+        return gated(x, None, *self.how)
+
+
+def _named(how: _Gate) -> str:
+    return f"gated by {how[0]}{'' if how[1] == math.inf else ', clipped'}"
+
+
+def _fused_gate(module: nn.Module) -> _GateOfExperts | None:
+    """The fused form of the method with which stacked experts make a product of [gate, up]; None for anything else."""
+    if not hasattr(type(module), GATE):
+        return None
+    plain = getattr(module, GATE)
+    draw = torch.Generator().manual_seed(1)
+    inputs = [scale * torch.randn(*ROWS, 2 * WIDTH, generator=draw) for scale in SCALES[2:]]
+    with _quietly() as failed:
+        outputs = [plain(x) for x in inputs]
+    if failed:
+        return None
+    for neighbours in (False, True):
+        halves_of = [x.unflatten(-1, (-1, 2)).unbind(-1) if neighbours else x.chunk(2, -1) for x in inputs]
+        first, *more = [
+            set(_gates(gate.double(), up.double(), output, _limits(module)))
+            for (gate, up), output in zip(halves_of, outputs, strict=True)
+        ]
+        if gates := first.intersection(*more):
+            return _GateOfExperts(plain, neighbours, min(gates, key=_simplicity))
+    return None
+
+
+def _gates(gate: Tensor, up: Tensor, product: Any, limits: Sequence[float]) -> Iterator[_Gate]:
+    """Each that makes the product."""
+    for limit in limits:
+        for offset, (activation, function) in itertools.product((0.0, 1.0), ACTIVATIONS.items()):
+            if _same(product, function(gate.clamp(max=limit)) * (up.clamp(-limit, limit) + offset)):
+                yield activation, limit, offset
+
+
+def _limits(module: nn.Module) -> list[float]:
+    """Numbers that the module holds which could be one, and none."""
+    return [math.inf, *{float(value) for value in vars(module).values() if type(value) in (int, float) and value > 1}]
+
+
+def _simplicity(how: _Gate) -> tuple[object, ...]:
+    activation, limit, offset = how
+    return -limit, list(ACTIVATIONS).index(activation), offset
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,9 +295,9 @@ def _mlp_of(module: nn.Module) -> _GatedMlp | None:
         return None
     for width in sorted(widths):
         runs = [_calls_of(module, width, scale) for scale in SCALES[2:]]
-        first, *more = [set[_Form]() if run is None else set(_gated_forms(run)) for run in runs]
+        first, *more = [set[_Form]() if run is None else set(_gated_forms(run, _limits(module))) for run in runs]
         if forms := first.intersection(*more):  # activations of large numbers hardly differ
-            return _GatedMlp(module.forward, *min(forms, key=lambda form: list(ACTIVATIONS).index(form[-1])))
+            return _GatedMlp(module.forward, *min(forms, key=lambda form: _simplicity(form[-1])))
     return None
 
 
@@ -243,11 +327,11 @@ def _calls_of(module: nn.Module, width: int, scale: float) -> tuple[Tensor, list
     return None if failed else (x, calls, output)
 
 
-_Form = tuple[nn.Module, nn.Module | None, nn.Module, bool, str]
+_Form = tuple[nn.Module, nn.Module | None, nn.Module, bool, _Gate]
 
 
-def _gated_forms(run: tuple[Tensor, list[_ChildCall], Tensor]) -> Iterator[_Form]:
-    """Each (first, second, last, whether the first is the gate, activation) that fits the run."""
+def _gated_forms(run: tuple[Tensor, list[_ChildCall], Tensor], limits: Sequence[float]) -> Iterator[_Form]:
+    """Each (first, second, last, whether the first is the gate, how) that fits the run."""
     x, calls, output = run
     inner = [call for call in calls if call.given is x]
     last = [call for call in calls if call.made is output]
@@ -259,10 +343,8 @@ def _gated_forms(run: tuple[Tensor, list[_ChildCall], Tensor]) -> Iterator[_Form
     for gate, up, gate_first in orders:
         if gate.shape[-1] != product.shape[-1] * (1 if up is not None else 2):
             continue
-        for activation, function in ACTIVATIONS.items():
-            first, other = halves(gate, up)
-            if _same(product, function(first) * other):
-                yield inner[0].child, second, last[0].child, gate_first, activation
+        for how in _gates(*halves(gate, up), product, limits):
+            yield inner[0].child, second, last[0].child, gate_first, how
 
 
 # Rotary embeddings ----------------------------------------------------------------------------------------------------
@@ -270,23 +352,54 @@ def _gated_forms(run: tuple[Tensor, list[_ChildCall], Tensor]) -> Iterator[_Form
 
 @dataclass(frozen=True, eq=False)
 class _FusedRotary:
-    """Replaces a function of queries, keys, cosines and sines. partial: whether it also turns the first channels of a
-    head alone."""
+    """Replaces a function of one or two tensors, `count`, cosines and sines. pairs: see `rotary`. half: whether it
+    reads the first half of the angles alone. partial: whether it also turns the first channels of a head alone.
+    heads: dimensions of heads that its argument HEADS may name."""
 
     plain: Callable[..., Any]
-    partial: bool
+    count: int
+    pairs: tuple[int, int, int]
+    half: bool
+    partial: bool = False
+    heads: tuple[int, ...] = (1,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != 4 or kwargs or not self._fits(*args):
-            return self.plain(*args, **kwargs)
-        return rotary(*args, heads=1)
+        heads = kwargs.get(HEADS, 1)
+        if kwargs.keys() <= {HEADS} and len(args) == self.count + 2 and self._fits(heads, *args):
+            *turned, cos, sin = args
+            return rotary(turned[0], turned[1] if turned[1:] else None, *self._angles(cos, sin), heads, self.pairs)
+        return self.plain(*args, **kwargs)
 
-    def _fits(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-        whole = cos.shape[-1] == q.shape[-1]
-        same = cos.shape == sin.shape and q.dtype == k.dtype == cos.dtype == sin.dtype and len(q) == len(k)
-        fits = same and q.dim() == k.dim() == 4 and cos.dim() == 3 and cos.shape[1] == q.shape[2] == k.shape[2]
-        fits = fits and q.shape[-1] == k.shape[-1]
-        return fits and (whole or self.partial) and cos.shape[0] in (1, len(q)) and not cos.requires_grad
+    def _fits(self, heads: int, *args: Tensor) -> bool:
+        *turned, cos, sin = args
+        fits = heads in self.heads and cos.shape == sin.shape and cos.dim() == 3 and not cos.requires_grad
+        for x in turned if fits else ():
+            whole, token = self.turns(cos.shape[-1]) == x.shape[-1], 3 - heads
+            fits = fits and x.dim() == 4 and x.dtype == cos.dtype == sin.dtype and cos.shape[1] == x.shape[token]
+            fits = fits and (whole or self.partial) and cos.shape[0] in (1, len(x)) and x.shape[-1] == args[0].shape[-1]
+        return fits and len({len(x) for x in turned}) == 1
+
+    def _angles(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        width = cos.shape[-1] // 2 if self.half else cos.shape[-1]
+        return cos[..., :width], sin[..., :width]
+
+    def turns(self, angles: int) -> int:
+        """Channels that are turned by rows of so many angles."""
+        return 2 * angles if self.pairs[2] == ONCE and not self.half else angles
+
+    def agrees(self, angles: int, heads: int = 1) -> bool:
+        """Whether the function does the same to heads of 8 channels."""
+        draw = torch.Generator().manual_seed(2)
+        turned = [torch.randn(2, count, 5, 8, generator=draw) for count in (3, 1)][: self.count]
+        turned = [x if heads == 1 else x.transpose(1, 2) for x in turned]
+        cos, sin = (torch.randn(2, 5, angles, generator=draw) for _ in range(2))
+        with _quietly() as failed:
+            made = self.plain(*(x.clone() for x in turned), cos, sin, **({} if heads == 1 else {HEADS: heads}))
+        if failed:
+            return False
+        made = made if isinstance(made, tuple) else (made,)
+        expected = [rotated(x, *self._angles(cos, sin), heads, self.pairs, False) for x in turned]
+        return len(made) == self.count and all(map(_same, made, expected))
 
 
 def _with_fused_rotary(module: nn.Module) -> Callable[..., Any] | None:
@@ -310,22 +423,16 @@ def _with_fused_rotary(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def _rotary_of(function: FunctionType) -> _FusedRotary | None:
-    """The fused form of a function that turns the halves of each head; None for any other function."""
-    least = function.__code__.co_argcount - len(function.__defaults__ or ())
-    if not least <= 4 <= function.__code__.co_argcount:
-        return None
-    draw = torch.Generator().manual_seed(2)
-    q, k = (torch.randn(2, heads, 5, 8, generator=draw) for heads in (3, 1))
-
-    def turns(channels: int) -> bool:
-        cos, sin = (torch.randn(2, 5, channels, generator=draw) for _ in range(2))
-        with _quietly() as failed:
-            made = function(q.clone(), k.clone(), cos, sin)
-        if failed or not isinstance(made, tuple) or len(made) != 2:
-            return False
-        return all(_same(turned, rotated(x, cos, sin, 1, False)) for turned, x in zip(made, (q, k), strict=True))
-
-    return _FusedRotary(function, partial=turns(4)) if turns(8) else None
+    """The fused form of a function that turns pairs of channels of each head; None for any other function."""
+    most = function.__code__.co_argcount
+    least = most - len(function.__defaults__ or ())
+    for count, (pairs, half) in itertools.product((2, 1), PAIRS):
+        fused = _FusedRotary(function, count, pairs, half)
+        angles = 4 if fused.turns(4) == 8 else 8
+        if least <= count + 2 <= most and fused.agrees(angles):
+            heads = (1, 2) if fused.agrees(angles, heads=2) else (1,)
+            return replace(fused, partial=fused.agrees(angles // 2), heads=heads)
+    return None
 
 
 # Comparing ------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ may be in any order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -136,22 +136,27 @@ def halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-@_op("gated(Tensor gate, Tensor? up, str activation) -> Tensor")
-def gated_reference(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
-    """activation(gate) * up, with `up` = None for [gate, up] in one tensor."""
-    first, second = halves(gate, up)
-    return (ACTIVATIONS[activation](first.float()) * second.float()).to(gate.dtype)
+@_op("gated(Tensor gate, Tensor? up, str activation, float limit, float offset) -> Tensor")
+def gated_reference(gate: Tensor, up: Tensor | None, activation: str, limit: float, offset: float) -> Tensor:
+    """activation(gate up to limit) * (up within +-limit, + offset), with `up` = None for [gate, up] in one tensor."""
+    first, second = (half.float() for half in halves(gate, up))
+    return (ACTIVATIONS[activation](first.clamp(max=limit)) * (second.clamp(-limit, limit) + offset)).to(gate.dtype)
 
 
-@_op("gated_backward(Tensor gradient, Tensor gate, Tensor? up, str activation) -> (Tensor, Tensor)")
+@_op(
+    "gated_backward(Tensor gradient, Tensor gate, Tensor? up, str activation, float limit, float offset)"
+    " -> (Tensor, Tensor)"
+)
 def gated_backward_reference(
-    gradient: Tensor, gate: Tensor, up: Tensor | None, activation: str
+    gradient: Tensor, gate: Tensor, up: Tensor | None, activation: str, limit: float, offset: float
 ) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up; the second is empty if they are one tensor."""
     first, second = (half.float() for half in halves(gate, up))
-    wanted = gradient.float()
-    of_first = wanted * second * _slope(activation, first)
-    of_second = wanted * ACTIVATIONS[activation](first)
+    wanted, near = gradient.float(), first.clamp(max=limit)
+    of_first = wanted * (second.clamp(-limit, limit) + offset) * _slope(activation, near)
+    of_second = wanted * ACTIVATIONS[activation](near)
+    if limit < math.inf:
+        of_first, of_second = of_first * (first <= limit), of_second * (second.abs() <= limit)
     if up is None:
         return torch.cat([of_first, of_second], -1).to(gate.dtype), gate.new_empty(0)
     return of_first.to(gate.dtype), of_second.to(gate.dtype)
@@ -180,10 +185,10 @@ SIGMOIDS = {
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, *how: Any) -> Tensor:
         ctx.save_for_backward(gate, *(() if up is None else (up,)))
-        ctx.activation = activation
-        result: Tensor = OPS.gated.default(gate, up, activation)
+        ctx.how = how
+        result: Tensor = OPS.gated.default(gate, up, *how)
         return result
 
     @staticmethod
@@ -191,44 +196,57 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         gate, *rest = ctx.saved_tensors
         up = rest[0] if rest else None
-        of_gate, of_up = OPS.gated_backward.default(gradient.contiguous(), gate, up, ctx.activation)
-        return of_gate, None if up is None else of_up, None
+        of_gate, of_up = OPS.gated_backward.default(gradient.contiguous(), gate, up, *ctx.how)
+        return of_gate, None if up is None else of_up, None, None, None
 
 
-def gated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
-    """activation(gate) * up; without `up`, gate [..., 2 * channels] holds both, one after the other."""
+def gated(gate: Tensor, up: Tensor | None, activation: str, limit: float = math.inf, offset: float = 0.0) -> Tensor:
+    """activation(min(gate, limit)) * (min(max(up, -limit), limit) + offset); without `up`, gate [..., 2 * channels]
+    holds both, one after the other."""
     gate, up = gate.contiguous(), None if up is None else up.contiguous()
-    product: Tensor = _Gated.apply(gate, up, activation)  # type: ignore[no-untyped-call]
+    product: Tensor = _Gated.apply(gate, up, activation, limit, offset)  # type: ignore[no-untyped-call]
     return product
 
 
 # Rotary embedding -----------------------------------------------------------------------------------------------------
 
+ONCE, HALVES, NEIGHBOURS = 0, 1, 2
+"""Where the two of a pair lie in a row: in one place, in its two halves, or side by side."""
 
-@_op("rotary(Tensor q, Tensor k, Tensor cos, Tensor sin, int heads, bool inverse) -> (Tensor, Tensor)")
+
+@_op("rotary(Tensor q, Tensor? k, Tensor cos, Tensor sin, int heads, int[] pairs, bool inverse) -> (Tensor, Tensor)")
 def rotary_reference(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int, inverse: bool
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, heads: int, pairs: Sequence[int], inverse: bool
 ) -> tuple[Tensor, Tensor]:
-    """Rotate q and k [batch, ...] by angles cos, sin [batch or 1, tokens, rotated channels]. heads: the dimension of
-    heads, 1 or 2; tokens are the other one. inverse: multiply by the transpose. The results lie in memory as [batch,
-    tokens, heads, channels]."""
-    return rotated(q, cos, sin, heads, inverse), rotated(k, cos, sin, heads, inverse)
+    """Rotate pairs of channels of q and k [batch, ...] by angles cos, sin [batch or 1, tokens, angles], whose strides
+    are the same. heads: the dimension of heads, 1 or 2; tokens are the other one. pairs: where a pair lies among the
+    channels, in the result, and among the angles. inverse: multiply by the transpose. The results lie in memory as
+    [batch, tokens, heads, channels]; the second is empty if there is no k."""
+    of_k = q.new_empty(0) if k is None else rotated(k, cos, sin, heads, pairs, inverse)
+    return rotated(q, cos, sin, heads, pairs, inverse), of_k
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor, heads: int, inverse: bool) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, heads: int, pairs: Sequence[int], inverse: bool) -> Tensor:
     """One of the two results of `rotary_reference`."""
-    cos, sin = (angle.float().unsqueeze(heads) for angle in (cos, sin))
-    turned, rest = x[..., : cos.shape[-1]].float(), x[..., cos.shape[-1] :]
+    of_x, of_out, of_angles = pairs
+    (cos_1, cos_2), (sin_1, sin_2) = (_pairs(angle.float().unsqueeze(heads), of_angles) for angle in (cos, sin))
     if inverse:
-        first, second = (turned * sin).chunk(2, -1)
-        turned = turned * cos + torch.cat([second, -first], -1)
-    else:
-        first, second = turned.chunk(2, -1)
-        turned = turned * cos + torch.cat([-second, first], -1) * sin
-    out = rotary_output(x, heads)
-    out[..., : cos.shape[-1]] = turned.to(x.dtype)
-    out[..., cos.shape[-1] :] = rest
+        of_x, of_out, sin_1, sin_2 = of_out, of_x, -sin_2, -sin_1
+    channels, out = 2 * cos_1.shape[-1], rotary_output(x, heads)
+    first, second = _pairs(x[..., :channels].float(), of_x)
+    made_1, made_2 = _pairs(out[..., :channels], of_out)
+    made_1.copy_(first * cos_1 - second * sin_1)
+    made_2.copy_(second * cos_2 + first * sin_2)
+    out[..., channels:] = x[..., channels:]
     return out
+
+
+def _pairs(x: Tensor, order: int) -> tuple[Tensor, Tensor]:
+    """Views of the first and of the second of each pair."""
+    if order == HALVES:
+        first, second = x.chunk(2, -1)
+        return first, second
+    return (x, x) if order == ONCE else (x[..., ::2], x[..., 1::2])
 
 
 def rotary_output(x: Tensor, heads: int) -> Tensor:
@@ -240,28 +258,38 @@ def rotary_output(x: Tensor, heads: int) -> Tensor:
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *how: Any) -> Any:
         ctx.save_for_backward(cos, sin)
-        ctx.heads = heads
-        turned: tuple[Tensor, Tensor] = OPS.rotary.default(q, k, cos, sin, heads, False)
-        return turned
+        ctx.how = how
+        of_q, of_k = OPS.rotary.default(q, k, cos, sin, *how, False)
+        return of_q if k is None else (of_q, of_k)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_q: Tensor, of_k: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = _with_whole_rows(of_q), _with_whole_rows(of_k)
-        return *OPS.rotary.default(*gradients, *ctx.saved_tensors, ctx.heads, True), None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        of_q, *rest = map(_with_whole_rows, gradients)
+        of_q, of_k = OPS.rotary.default(of_q, rest[0] if rest else None, *_alike(*ctx.saved_tensors), *ctx.how, True)
+        return of_q, of_k if rest else None, None, None, None, None
 
 
-def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """q * cos + rotate_half(q) * sin on the first channels of each head, as many as there are angles, and so of k.
+def rotary(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, heads: int, pairs: Sequence[int] = (HALVES,) * 3
+) -> Any:
+    """q and k, or q alone, with the first channels of each head turned in pairs: (a, b) becomes (a * cos_1 - b * sin_1,
+    b * cos_2 + a * sin_2).
 
     q, k [batch, heads, tokens, channels], or heads after tokens if `heads` is 2 rather than 1; cos, sin [batch or 1,
-    tokens, angles].
+    tokens, angles]. pairs: where the two of a pair lie among the channels, in the result and among the angles; ONCE,
+    for angles alone, is one angle for both.
     """
-    tensors = _with_whole_rows(q), _with_whole_rows(k), cos.contiguous(), sin.contiguous()
-    turned: tuple[Tensor, Tensor] = _Rotary.apply(*tensors, heads)  # type: ignore[no-untyped-call]
-    return turned
+    q, k = _with_whole_rows(q), None if k is None else _with_whole_rows(k)
+    return _Rotary.apply(q, k, *_alike(cos, sin), heads, pairs)  # type: ignore[no-untyped-call]
+
+
+def _alike(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """With whole rows and the same strides."""
+    cos, sin = _with_whole_rows(cos), _with_whole_rows(sin)
+    return (cos, sin) if cos.stride() == sin.stride() else (cos.contiguous(), sin.contiguous())
 
 
 # Layout in memory -----------------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,9 +13,15 @@ from torch import Tensor
 
 from megatrain.engine import fused_cpu
 from megatrain.model import fused
+from megatrain.model.fused import HALVES, NEIGHBOURS, ONCE
 
 DTYPES = [torch.float32, torch.bfloat16]
 OPS: Any = torch.ops.megatrain
+PAIRS = [
+    *((HALVES, HALVES, angles) for angles in (HALVES, ONCE)),
+    *((NEIGHBOURS, NEIGHBOURS, angles) for angles in (NEIGHBOURS, ONCE)),
+    (NEIGHBOURS, HALVES, ONCE),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -36,21 +44,29 @@ def norm_calls(dtype: torch.dtype, *shape: int, offset: float = 0.0) -> list[tup
     return [("rms_norm", (x, weight, offset, 1e-5)), ("rms_norm_backward", backward), ("sum_parts", (parts, weight))]
 
 
-def gated_calls(dtype: torch.dtype, *shape: int, activation: str) -> list[tuple[str, tuple[Any, ...]]]:
+def gated_calls(
+    dtype: torch.dtype, *shape: int, activation: str, limit: float = math.inf, offset: float = 0.0
+) -> list[tuple[str, tuple[Any, ...]]]:
     gate, up, gradient = 4 * draw(dtype, *shape), draw(dtype, *shape, 1)[..., 0], draw(dtype, *shape)
+    how = activation, limit, offset
     both = torch.cat([gate, up], -1)
     calls: list[tuple[str, tuple[Any, ...]]] = []
     for first, second in ((gate, up), (both, None)):
-        calls += [("gated", (first, second, activation)), ("gated_backward", (gradient, first, second, activation))]
+        calls += [("gated", (first, second, *how)), ("gated_backward", (gradient, first, second, *how))]
     return calls
 
 
 def rotary_calls(dtype: torch.dtype, tokens: int) -> list[tuple[str, tuple[Any, ...]]]:
     q, k = draw(dtype, 2, tokens, 3, 24).transpose(1, 2), draw(dtype, 2, 1, tokens, 24)
-    return [
-        ("rotary", (q, k, draw(dtype, rows, tokens, angles), draw(dtype, rows, tokens, angles) / 2, 1, inverse))
-        for rows, angles, inverse in ((2, 24, False), (1, 24, True), (1, 10, False), (2, 10, True))
-    ]
+    calls: list[tuple[str, tuple[Any, ...]]] = []
+    for pairs, rows, angles in product(PAIRS, (2, 1), (24, 10)):
+        wide, width = draw(dtype, rows, tokens, angles + 1), angles // 2 if pairs[2] == ONCE else angles
+        cos, sin = wide[..., :width], wide.flip(1)[..., :width]
+        calls += [
+            ("rotary", (q, other, cos, sin, 1, pairs, inverse))
+            for other, inverse in ((k, False), (k, True), (None, True))
+        ]
+    return calls
 
 
 def tensors(made: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
@@ -63,6 +79,7 @@ def tensors(made: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
     [
         *(lambda dtype, width=width: norm_calls(dtype, 3, 5, width, offset=width % 2) for width in (3, 31, 64, 1000)),
         *(lambda dtype, name=name: gated_calls(dtype, 2, 3, 1030, activation=name) for name in fused.ACTIVATIONS),
+        lambda dtype: gated_calls(dtype, 2, 3, 1030, activation="quick_gelu", limit=2.0, offset=1.0),
         lambda dtype: rotary_calls(dtype, 5),
     ],
 )
@@ -93,15 +110,16 @@ def test_numbers_that_are_not_finite_stay_so() -> None:
     made, _ = OPS.rms_norm(x, None, 0.0, 1e-6)
     assert made.isfinite().all(-1).tolist() == [False, False, True]
     wide = torch.full((1, 3), -1.0).view(torch.int32).bitwise_or(0x7FFFFFFF).view(torch.float32)
-    assert OPS.gated(wide.bfloat16(), wide.bfloat16(), "silu").isnan().all()
+    for limit in (math.inf, 7.0):
+        assert OPS.gated(wide.bfloat16(), wide.bfloat16(), "silu", limit, 0.0).isnan().all()
 
 
 @pytest.mark.parametrize("activation", fused.ACTIVATIONS)
 def test_activations_of_huge_numbers_are_finite(activation: str) -> None:
     huge = torch.tensor([[3e38, 1e20, -1e20, -3e38]])
     one = torch.ones_like(huge)
-    assert torch.allclose(OPS.gated(huge, one, activation), huge.relu(), atol=1e-30)
-    of_gate, _ = OPS.gated_backward(one, huge, one, activation)
+    assert torch.allclose(OPS.gated(huge, one, activation, math.inf, 0.0), huge.relu(), atol=1e-30)
+    of_gate, _ = OPS.gated_backward(one, huge, one, activation, math.inf, 0.0)
     assert torch.allclose(of_gate, torch.tensor([[1.0, 1.0, 0.0, 0.0]]), atol=1e-30)
 
 
@@ -116,6 +134,6 @@ def test_other_dtypes_take_the_reference_form() -> None:
 def test_nothing_to_compute_is_no_error() -> None:
     empty = torch.empty(0, 8)
     assert OPS.rms_norm(empty, torch.ones(8), 0.0, 1e-6)[0].shape == (0, 8)
-    assert OPS.gated(empty, empty, "silu").shape == (0, 8)
+    assert OPS.gated(empty, empty, "silu", math.inf, 0.0).shape == (0, 8)
     assert OPS.rms_norm_backward(empty, empty, torch.empty(0, 1), torch.ones(8), 0.0, True)[1].shape == (0, 8)
     assert OPS.sum_parts(empty, torch.ones(8)).tolist() == [0] * 8

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megatrain.engine import fused_forms
+from megatrain.model.fuse_layers import PAIRS
 from megatrain.train import device_update
 
 pytest.importorskip("triton", reason="needs Triton: make test-cuda")
@@ -77,7 +78,7 @@ print(fused_forms.agrees(SimpleNamespace(**forms), torch.device("cpu")))
 """
 
 
-@pytest.mark.parametrize("wrong", ["nothing", "rms_norm_backward 4", "rotary 5"])
+@pytest.mark.parametrize("wrong", ["nothing", "rms_norm_backward 4", "rotary 6", "gated 3"])
 def test_fused_kernels_match_their_reference_and_mutants_are_detected(wrong: str) -> None:
     steps = [sys.executable, "-W", "ignore", "-c", INTERPRETED_FUNCTIONS, wrong]
     done = subprocess.run(steps, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
@@ -94,8 +95,8 @@ COMPILED: dict[str, tuple[str, dict[str, object]]] = {
     "sum of parts": ("_sum_parts", {"PARTS": 32, "COLUMNS": 128}),
     **{f"gated by {kind}": ("_gated_forward", {**GATED, "KIND": kind}) for kind in ("silu", "gelu", "relu")},
     **{f"gated by {kind}, backward": ("_gated_backward", {**GATED, "KIND": kind}) for kind in ("silu", "gelu", "relu")},
-    "rotary": ("_rotate", {**ROTATED, "REST": 1}),
-    "partly rotary": ("_rotate", {**ROTATED, "REST": 64}),
+    **{f"rotary {pairs}": ("_rotate", {**ROTATED, "PAIRS": pairs, "REST": 1}) for pairs, _ in PAIRS},
+    "partly rotary": ("_rotate", {**ROTATED, "PAIRS": PAIRS[0][0], "REST": 64}),
 }
 """What is compiled -> kernel, constants."""
 TENSORS = {
@@ -122,7 +123,7 @@ def test_fused_kernels_compile_for_a_gpu(what: str, dtype: str) -> None:
     types: dict[str, object] = {
         "tensors": tuple(f"*{dtype}" if each == "x" else "*fp32" for each in TENSORS.get(name, "xxxx")),
         "sizes": ("i32",) * sizes,
-        "strides": ("i64",) * 7,
+        "strides": ("i64",) * 8,
         **dict.fromkeys(("rows", "count", "width"), "i32"),
         "offset": "fp32",
         "numbers": ("fp32", "fp32"),

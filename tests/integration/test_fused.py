@@ -20,7 +20,7 @@ from megatrain.train import parity
 from tests.tiny import tiny_model, unequal_batches
 
 STEP = unequal_batches(3)
-KINDS = ("llama", "qwen3", "gemma2", "gemma4")
+KINDS = ("llama", "qwen3", "gemma2", "gemma4", "mixtral")
 FINE: dict[str, Any] = {"weight_slots": 1, "wait_for": "shard", "shard_nbytes": 1 << 12}
 SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
     "cpu, recompute": ("cpu", {"activations": "recompute"}),

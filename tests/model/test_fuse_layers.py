@@ -28,7 +28,11 @@ FUSED = {
     | norms("self_attn.q_norm", "self_attn.k_norm")
     | {"mlp": "MLP gated by gelu_tanh", "self_attn": ROTARY},
     "phi3": norms("input_layernorm", "post_attention_layernorm") | {"mlp": "MLP gated by silu", "self_attn": ROTARY},
-    "cohere2": {"input_layernorm": "layer norm", "mlp": "MLP gated by silu"},
+    "cohere2": {"input_layernorm": "layer norm", "mlp": "MLP gated by silu", "self_attn": ROTARY},
+    "mixtral": norms("input_layernorm", "post_attention_layernorm")
+    | {"mlp.experts": "experts gated by silu", "self_attn": ROTARY},
+    "gpt_oss": norms("input_layernorm", "post_attention_layernorm")
+    | {"mlp.experts": "experts gated by quick_gelu, clipped", "self_attn": ROTARY},
     "gpt_neox": {"attention": ROTARY},
     "gpt2": {},
 }
@@ -108,7 +112,8 @@ class Mlp(nn.Module):
         "relu": (lambda a, b: functional.relu(a) * b, "MLP gated by relu"),
         "quick": (lambda a, b: a * torch.sigmoid(1.702 * a) * b, "MLP gated by quick_gelu"),
         "limited": (lambda a, b: functional.silu(a.clamp(max=7)) * b, None),
-        "shifted": (lambda a, b: functional.silu(a) * (b + 1), None),
+        "shifted": (lambda a, b: functional.silu(a) * (b + 1), "MLP gated by silu"),
+        "shifted by another number": (lambda a, b: functional.silu(a) * (b + 2), None),
         "linear": (lambda a, b: a * b, None),
         "dropping": (lambda a, b: functional.dropout(functional.silu(a) * b, 0.1), None),
         "one alone": (lambda a, b: functional.silu(a), None),

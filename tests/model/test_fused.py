@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatrain.model.fused import ACTIVATIONS, gated, rms_norm, rotary
+from megatrain.model.fuse_layers import PAIRS
+from megatrain.model.fused import ACTIVATIONS, HALVES, NEIGHBOURS, ONCE, gated, rms_norm, rotary
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
 DRAW = torch.Generator().manual_seed(0)
@@ -28,16 +30,32 @@ def plainly_normed(x: Tensor, weight: Tensor | None, offset: float, eps: float) 
     return normed if weight is None else normed * (weight + offset)
 
 
-def plainly_gated(gate: Tensor, up: Tensor | None, activation: str) -> Tensor:
+def plainly_gated(
+    gate: Tensor, up: Tensor | None, activation: str, limit: float = math.inf, offset: float = 0.0
+) -> Tensor:
     first, second = gate.chunk(2, -1) if up is None else (gate, up)
-    return ACTIVATIONS[activation](first) * second
+    return ACTIVATIONS[activation](first.clamp(max=limit)) * (second.clamp(min=-limit, max=limit) + offset)
 
 
-def plainly_turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, ...]:
-    angles = cos.shape[-1]
-    cos, sin = cos.unsqueeze(heads), sin.unsqueeze(heads)
-    turned = (x[..., :angles] * cos + rotate_half(x[..., :angles]) * sin for x in (q, k))
-    return tuple(torch.cat([made, x[..., angles:]], -1) for made, x in zip(turned, (q, k), strict=True))
+def plainly_turned(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, heads: int, pairs: Sequence[int] = (HALVES,) * 3
+) -> tuple[Tensor, ...]:
+    """As published: by way of channels in halves, with an angle for each channel."""
+    cos, sin = (in_halves(x, pairs[2]).unsqueeze(heads) for x in (cos, sin))
+    angles, made = cos.shape[-1], []
+    for x in (q,) if k is None else (q, k):
+        turned = in_halves(x[..., :angles], pairs[0])
+        turned = turned * cos + rotate_half(turned) * sin
+        if pairs[1] == NEIGHBOURS:
+            turned = turned.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        made.append(torch.cat([turned, x[..., angles:]], -1))
+    return tuple(made)
+
+
+def in_halves(x: Tensor, order: int) -> Tensor:
+    if order == ONCE:
+        return torch.cat([x, x], -1)
+    return x if order == HALVES else x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
 def results(function: Function, *args: object) -> list[Tensor]:
@@ -94,19 +112,24 @@ def test_gated_activations_and_gradients_are_those_of_float64(
     gate, up = 3 * draw(2, 3, 1100), draw(2, 3, 1100)
     both = torch.cat([gate, up], -1)
     for first, second in ((gate, up.requires_grad_()), (both, None)):
-        compare(gated, plainly_gated, first.requires_grad_(), second, activation, dtype=dtype, bound=bound)
+        for how in ((activation,), (activation, 3.0, 1.0)):
+            compare(gated, plainly_gated, first.requires_grad_(), second, *how, dtype=dtype, bound=bound)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), BOUNDS, ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("heads", [1, 2])
-def test_rotary_embeddings_and_gradients_are_those_of_float64(heads: int, dtype: torch.dtype, bound: float) -> None:
+@pytest.mark.parametrize("pairs", [pairs for pairs, _ in PAIRS])
+def test_rotary_embeddings_and_gradients_are_those_of_float64(
+    pairs: tuple[int, ...], heads: int, dtype: torch.dtype, bound: float
+) -> None:
     for channels, rows in ((16, 2), (8, 1)):  # all of a head or half of it; angles for each row, or for all rows
         q, k = draw(2, 6, 4, 16), draw(2, 6, 1, 16)
         if heads == 1:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
-        cos, sin = draw(rows, 6, channels), draw(rows, 6, channels)
-        args = q.requires_grad_(), k.requires_grad_(), cos, sin, heads
-        compare(rotary, plainly_turned, *args, dtype=dtype, bound=bound)
+        cos, sin = (draw(rows, 6, channels // 2 if pairs[2] == ONCE else channels) for _ in range(2))
+        for other in (k.requires_grad_(), None):
+            args = q.requires_grad_(), other, cos, sin, heads, pairs
+            compare(rotary, plainly_turned, *args, dtype=dtype, bound=bound)
 
 
 def test_a_graph_keeps_inputs_and_no_intermediate() -> None:
