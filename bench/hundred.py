@@ -9,7 +9,7 @@ function (`megatrain/model/wide.py`), so what plain PyTorch computes for the nar
 of the wide one must be. Four parts follow each other, each in a process of its own; what a part finds is in
 `FOLDER/hundred.json` as it ends, and a run that was cut off goes on with the first part that is missing there:
 
-    files    the wide model is written as a folder of safetensors, a shard at a time
+    files    the wide model is written as a folder of safetensors, a shard at a time, in bfloat16 (exact)
     narrow   plain PyTorch trains the narrow model for three steps
     steps    `Engine.from_pretrained` reads the folder, takes two steps of AdamW and saves a checkpoint
     resumed  `Engine.from_checkpoint` takes the third step, and exports the model
@@ -186,7 +186,7 @@ def write_files(run: Run) -> dict[str, Any]:
     trained = _adapted(run) if run.lora else run.narrow
     trained.save_pretrained(run.files(0))
     run.narrow.save_pretrained(base)
-    write_wide(run, base, run.folder / "model", DTYPES[run.precision])
+    write_wide(run, base, run.folder / "model", DTYPES[run.precision] if run.lora else torch.bfloat16)
     run.wide.config.save_pretrained(run.folder / "model")
     if run.lora:
         write_wide(run, run.files(0), run.folder / "adapter", torch.float32)
