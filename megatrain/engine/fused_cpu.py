@@ -216,12 +216,12 @@ def _activate_with_slopes(gate: Any, values: Any, slopes: Any, activation: Any) 
 
 
 @compiled
-def gated_forward(inputs: Any, out: Any, shape: Any, how: Any, blocks: Any, counter: Any) -> None:
-    """inputs (gate, up), whose row r begins at r * stride, of shape (width, stride); out [rows * width]; how (the
+def gated_forward(inputs: Any, out: Any, shape: Any, rule: Any, blocks: Any, counter: Any) -> None:
+    """inputs (gate, up), whose row r begins at r * stride, of shape (width, stride); out [rows * width]; rule (the
     activation, what is added to up)."""
     gate, up = inputs
     width, stride = shape
-    activation, offset = how
+    activation, offset = rule
     limit = activation[3]
     values = np.empty(CHUNK, np.float32)
     while True:
@@ -240,13 +240,13 @@ def gated_forward(inputs: Any, out: Any, shape: Any, how: Any, blocks: Any, coun
 
 
 @compiled
-def gated_backward(inputs: Any, outputs: Any, shape: Any, how: Any, blocks: Any, counter: Any) -> None:
-    """inputs (gradient [rows * width], gate, up), outputs (gradients of gate and up): rows and how as in
+def gated_backward(inputs: Any, outputs: Any, shape: Any, rule: Any, blocks: Any, counter: Any) -> None:
+    """inputs (gradient [rows * width], gate, up), outputs (gradients of gate and up): rows and rule as in
     `gated_forward`."""
     width, stride = shape
     gradient, gate, up = inputs
     of_gate, of_up = outputs
-    activation, offset = how
+    activation, offset = rule
     limit, zero = activation[3], np.float32(0)
     values, slopes = np.empty(CHUNK, np.float32), np.empty(CHUNK, np.float32)
     while True:
@@ -302,11 +302,11 @@ def rotate(inputs: Any, out: Any, shape: Any, pairs: Any, inverse: Any, blocks: 
                         out_2[k] = rounded_like(b * to_f32(cos_2[k]) + a * (sign * to_f32(sin_2[k])), out_2)
                 else:
                     for k in range(half):
-                        here, there, angle = start + k * step, end + k * step_out, at + k * step_angle
-                        a, b = to_f32(x[here]), to_f32(x[here + second])
+                        source, target, angle = start + k * step, end + k * step_out, at + k * step_angle
+                        a, b = to_f32(x[source]), to_f32(x[source + second])
                         sin_a, sin_b = sign * to_f32(sin[angle + for_1]), sign * to_f32(sin[angle + for_2])
-                        out[there] = rounded_like(a * to_f32(cos[angle]) - b * sin_a, out)
-                        out[there + second_out] = rounded_like(b * to_f32(cos[angle + second_angle]) + a * sin_b, out)
+                        out[target] = rounded_like(a * to_f32(cos[angle]) - b * sin_a, out)
+                        out[target + second_out] = rounded_like(b * to_f32(cos[angle + second_angle]) + a * sin_b, out)
                 for k in range(turned, channels):
                     out[end + k] = x[start + k]
 

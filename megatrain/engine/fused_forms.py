@@ -120,11 +120,11 @@ def calls(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, tuple
         for trains in (weight is not None, False):
             yield "rms_norm_backward", (gradient, x, scale, weight, offset or 0.0, trains)
     clipped = ("quick_gelu", 2.0, 1.0), ("silu", 2.0, 0.0)
-    for how in (*((activation, math.inf, 0.0) for activation in ACTIVATIONS), *clipped):
+    for rule in (*((activation, math.inf, 0.0) for activation in ACTIVATIONS), *clipped):
         gate, up, gradient = 3 * draw(3, 1030), 3 * draw(3, 1030), draw(3, 1030)
         for first, second in ((gate, up), (torch.cat([gate, up], -1), None)):
-            yield "gated", (first, second, *how)
-            yield "gated_backward", (gradient, first, second, *how)
+            yield "gated", (first, second, *rule)
+            yield "gated_backward", (gradient, first, second, *rule)
     x = draw(2, 5, 3, 24)
     for heads, rows, angles, pairs in (
         (1, 2, 24, (HALVES, HALVES, HALVES)),

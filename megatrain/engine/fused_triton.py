@@ -156,26 +156,20 @@ def _rotate(
     strides,
     PAIRS: tl.constexpr,
     INVERSE: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
     """tensors (q, k, cos, sin, and the results [batch, tokens, heads, channels]); sizes (tokens, heads of q, heads of
     k, channels, pairs); strides of q and of k by batch, tokens and heads, and of cos and sin by batch and tokens. PAIRS
-    where the two of a pair lie in q and k, in the results, and among the angles. A program has one token of q or of
-    k."""
+    where the two of a pair lie in q and k, in the results, and among the angles. BLOCKS powers of two, at least heads,
+    pairs, and channels that are not turned (1 if there are none). A program has one token of q or of k."""
     q, k, cos, sin, out_q, out_k = tensors
     tokens, heads_q, heads_k, channels, half = sizes
     if tl.program_id(1) == 0:
         places = strides[0], strides[1], strides[2], strides[6], strides[7]
-        _rotate_token(
-            (q, cos, sin, out_q), (tokens, heads_q, channels, half), places, PAIRS, INVERSE, HEADS, HALF, REST
-        )
+        _rotate_token((q, cos, sin, out_q), (tokens, heads_q, channels, half), places, PAIRS, INVERSE, BLOCKS)
     else:
         places = strides[3], strides[4], strides[5], strides[6], strides[7]
-        _rotate_token(
-            (k, cos, sin, out_k), (tokens, heads_k, channels, half), places, PAIRS, INVERSE, HEADS, HALF, REST
-        )
+        _rotate_token((k, cos, sin, out_k), (tokens, heads_k, channels, half), places, PAIRS, INVERSE, BLOCKS)
 
 
 @triton.jit
@@ -197,9 +191,7 @@ def _rotate_token(
     strides,
     PAIRS: tl.constexpr,
     INVERSE: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
     """The part of `_rotate` for one of q and k."""
     x, cos, sin, out = tensors
@@ -207,7 +199,7 @@ def _rotate_token(
     of_batch, of_token, of_head, of_angles, of_angle = strides
     program = tl.program_id(0).to(tl.int64)
     batch, token = program // tokens, program % tokens
-    head, pair = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)
+    head, pair = tl.arange(0, BLOCKS[0])[:, None], tl.arange(0, BLOCKS[1])
     inside = (head < heads) & (pair < half)[None, :]
     at = batch * of_batch + token * of_token + head * of_head
     to = (program * heads + head) * channels
@@ -227,8 +219,8 @@ def _rotate_token(
         made_1, made_2 = first * cos_1 - second * sin_1, second * cos_2 + first * sin_2
     tl.store(out + to + to_1, made_1.to(out.dtype.element_ty), mask=inside)
     tl.store(out + to + to_2, made_2.to(out.dtype.element_ty), mask=inside)
-    if REST > 1:
-        channel = 2 * half + tl.arange(0, REST)[None, :]
+    if BLOCKS[2] > 1:
+        channel = 2 * half + tl.arange(0, BLOCKS[2])[None, :]
         inside = (head < heads) & (channel < channels)
         tl.store(out + to + channel, tl.load(x + at + channel, mask=inside, other=0.0), mask=inside)
 
@@ -305,12 +297,11 @@ def rotary(
     if q.numel():
         strides = [x.stride(dim) for x in both for dim in (0, token, heads)]
         strides += [0 if len(cos) == 1 else cos.stride(0), cos.stride(1)]
-        powers = map(triton.next_power_of_2, (max(counts), half, max(1, channels - 2 * half)))
-        options = dict(zip(("HEADS", "HALF", "REST"), powers, strict=True))
-        options["REST"] = max(2, options["REST"]) if channels > 2 * half else 1
+        rest = max(2, channels - 2 * half) if channels > 2 * half else 1
+        blocks = tuple(map(triton.next_power_of_2, (max(counts), half, rest)))
         tensors, sizes = (*both, cos, sin, *results), (tokens, *counts, channels, half)
         orders = (pairs[1], pairs[0], pairs[2]) if inverse else tuple(pairs)
-        options |= {"PAIRS": orders, "INVERSE": inverse, **OPTIONS}
+        options = {"PAIRS": orders, "INVERSE": inverse, "BLOCKS": blocks, **OPTIONS}
         _rotate[(q.shape[0] * tokens, 1 if k is None else 2)](tensors, sizes, tuple(strides), **options)
     return results
 

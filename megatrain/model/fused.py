@@ -185,10 +185,10 @@ SIGMOIDS = {
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor | None, *how: Any) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, *rule: Any) -> Tensor:
         ctx.save_for_backward(gate, *(() if up is None else (up,)))
-        ctx.how = how
-        result: Tensor = OPS.gated.default(gate, up, *how)
+        ctx.rule = rule
+        result: Tensor = OPS.gated.default(gate, up, *rule)
         return result
 
     @staticmethod
@@ -196,7 +196,7 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         gate, *rest = ctx.saved_tensors
         up = rest[0] if rest else None
-        of_gate, of_up = OPS.gated_backward.default(gradient.contiguous(), gate, up, *ctx.how)
+        of_gate, of_up = OPS.gated_backward.default(gradient.contiguous(), gate, up, *ctx.rule)
         return of_gate, None if up is None else of_up, None, None, None
 
 
@@ -258,17 +258,17 @@ def rotary_output(x: Tensor, heads: int) -> Tensor:
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *how: Any) -> Any:
+    def forward(ctx: Any, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *layout: Any) -> Any:
         ctx.save_for_backward(cos, sin)
-        ctx.how = how
-        of_q, of_k = OPS.rotary.default(q, k, cos, sin, *how, False)
+        ctx.layout = layout
+        of_q, of_k = OPS.rotary.default(q, k, cos, sin, *layout, False)
         return of_q if k is None else (of_q, of_k)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         of_q, *rest = map(_with_whole_rows, gradients)
-        of_q, of_k = OPS.rotary.default(of_q, rest[0] if rest else None, *_alike(*ctx.saved_tensors), *ctx.how, True)
+        of_q, of_k = OPS.rotary.default(of_q, rest[0] if rest else None, *_alike(*ctx.saved_tensors), *ctx.layout, True)
         return of_q, of_k if rest else None, None, None, None, None
 
 

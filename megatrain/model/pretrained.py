@@ -197,30 +197,24 @@ class PretrainedSource:
 
         Writing to it does not change the file. Raises `ModelError` for files that cannot be read.
         """
-        target, keys = self._tensors_of(name)
+        target, keys = self._held[name]
         if target in self._renamed:
             with torch.inference_mode(False), self._shards.open(keys, dtype) as slices:
                 value: Tensor = slices[keys[0]][...]
                 return value.to(dtype)
-        targets = self._targets.get(name, [])
-        with self._loaded(key for target in targets for key in self._keys[target]) as values:
-            return next(values[target] for target in targets if target in values).to(dtype)
+        with self._loaded(keys) as values:
+            return values[target].to(dtype)
 
     @cached_property
-    def _targets(self) -> dict[str, list[str]]:
-        """Parameter name -> all its names that the files hold something for."""
-        first, targets = first_names(self.model), dict[str, list[str]]()
-        for target in self._keys:
-            if target in first:
-                targets.setdefault(first[target], []).append(target)
-        return targets
-
-    def _tensors_of(self, name: str) -> tuple[str, Sequence[str]]:
-        """A name of the parameter under which the files hold something, one of `_renamed` if there is any, and the
-        tensors of the files that make it."""
-        targets = self._targets.get(name, [])
-        target = next((target for target in targets if target in self._renamed), next(iter(targets), name))
-        return target, [self._renamed[target]] if target in self._renamed else self._keys.get(target, [])
+    def _held(self) -> dict[str, tuple[str, Sequence[str]]]:
+        """Parameter name -> a name of it under which the files hold something, one of `_renamed` if there is any, and
+        the tensors of the files that make it."""
+        first, held = first_names(self.model), dict[str, tuple[str, Sequence[str]]]()
+        for target, keys in self._keys.items():
+            name, before = first.get(target), held.get(first.get(target, ""))
+            if name is not None and (before is None or (target in self._renamed and before[0] not in self._renamed)):
+                held[name] = target, [self._renamed[target]] if target in self._renamed else keys
+        return held
 
     def in_files(self, names: Iterable[str], dtype: torch.dtype) -> InFiles:
         """Which of these parameters exist byte for byte in the files in `dtype`, and why the others do not.
@@ -229,7 +223,7 @@ class PretrainedSource:
         """
         alike, files, others = dict[str, bool](), dict[str, tuple[FileBytes, ...]](), dict[str, str]()
         for name in names:
-            target, keys = self._tensors_of(name)
+            target, keys = self._held.get(name, (name, []))
             plain = target in self._renamed
             others[name] = self._why_not(name, keys, dtype)
             if others[name]:
@@ -261,7 +255,7 @@ class PretrainedSource:
     def by_ranges(self, name: str) -> InRuns | None:
         """A parameter's values, for reading by ranges; `None` if that takes more than moving elements of tensors in
         safetensors files (quantized ones, say)."""
-        target, keys = self._tensors_of(name)
+        target, keys = self._held.get(name, (name, []))
         headers = {key: self._shards.headers[key] for key in keys}
         if any(header.dtype not in DTYPES or header.place is None for header in headers.values()):
             return None
@@ -307,7 +301,7 @@ class PretrainedSource:
     def _fills_by_ranges(self, name: str, masters: MastersByRange) -> bool:
         """Write a large parameter, or one that the library assembles, where a rank wants a part of it; whether it was
         one and could be read so."""
-        is_assembled = self._renamed.keys().isdisjoint(self._targets.get(name, []))
+        is_assembled = name not in self._held or self._held[name][0] not in self._renamed
         is_large = 4 * self.model.get_parameter(name).numel() > BATCH_NBYTES
         values = self.by_ranges(name) if is_large or (masters.is_shared and is_assembled) else None
         if values is not None:

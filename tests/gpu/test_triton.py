@@ -86,7 +86,7 @@ def test_fused_kernels_match_their_reference_and_mutants_are_detected(wrong: str
 
 
 GATED = {"LINEAR": 1.0, "CUBIC": 0.0, "BLOCK": 1024}
-ROTATED = {"INVERSE": True, "HEADS": 32, "HALF": 64}
+ROTATED = {"INVERSE": True}
 COMPILED: dict[str, tuple[str, dict[str, object]]] = {
     "norm": ("_rms_forward", {"WEIGHTED": True, "ROWS": 1, "BLOCK": 8192}),
     "norm of heads": ("_rms_forward", {"WEIGHTED": False, "ROWS": 32, "BLOCK": 128}),
@@ -95,8 +95,8 @@ COMPILED: dict[str, tuple[str, dict[str, object]]] = {
     "sum of parts": ("_sum_parts", {"PARTS": 32, "COLUMNS": 128}),
     **{f"gated by {kind}": ("_gated_forward", {**GATED, "KIND": kind}) for kind in ("silu", "gelu", "relu")},
     **{f"gated by {kind}, backward": ("_gated_backward", {**GATED, "KIND": kind}) for kind in ("silu", "gelu", "relu")},
-    **{f"rotary {pairs}": ("_rotate", {**ROTATED, "PAIRS": pairs, "REST": 1}) for pairs, _ in PAIRS},
-    "partly rotary": ("_rotate", {**ROTATED, "PAIRS": PAIRS[0][0], "REST": 64}),
+    **{f"rotary {pairs}": ("_rotate", {**ROTATED, "PAIRS": pairs, "BLOCKS": (32, 64, 1)}) for pairs, _ in PAIRS},
+    "partly rotary": ("_rotate", {**ROTATED, "PAIRS": PAIRS[0][0], "BLOCKS": (32, 64, 64)}),
 }
 """What is compiled -> kernel, constants."""
 TENSORS = {
