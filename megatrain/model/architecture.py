@@ -95,7 +95,9 @@ def _refuse_lost_theta(stated: Mapping[str, Any], config: PreTrainedConfig, wher
     missing there, and ignores a `rope_theta` beside it.
     """
     for fields, part in ((stated, config), (stated.get("text_config"), getattr(config, "text_config", None))):
-        rope = fields.get("rope_parameters") if isinstance(fields, Mapping) else None
+        if not isinstance(fields, Mapping):
+            continue
+        rope = fields.get("rope_parameters")
         if isinstance(rope, Mapping) and "rope_theta" in rope:
             thetas = [rope["rope_theta"], fields.get("rope_theta", rope["rope_theta"])]
             read = (getattr(part, "rope_parameters", None) or {}).get("rope_theta")

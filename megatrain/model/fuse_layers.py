@@ -233,7 +233,8 @@ class _GateOfExperts(_Fused):
 
     def compute(self, x: Tensor) -> Tensor:
         if self.neighbours:
-            return gated(*x.unflatten(-1, (-1, 2)).unbind(-1), *self.how)
+            gate, up = x.unflatten(-1, (-1, 2)).unbind(-1)
+            return gated(gate, up, *self.how)
         return gated(x, None, *self.how)
 
 
