@@ -328,14 +328,14 @@ def find_model(
                 raise _is_configuration(where, content["model"])
             if adapter is not None:
                 raise ModelError("is a saved plan, which includes its adapter", where=where, fix="leave --adapter out")
-            spec, asked = read_model(content, where), content.get("question")
-            if attention not in ("auto", spec.attention):
-                what = f"is a saved plan, which includes its attention kernel, {spec.attention}"
+            planned, asked = read_model(content, where), content.get("question")
+            if attention not in ("auto", planned.attention):
+                what = f"is a saved plan, which includes its attention kernel, {planned.attention}"
                 raise ModelError(what, where=where, fix="leave --attention out")
             if isinstance(asked, dict) and asked.get("precision", precision) != precision:
                 what = f"is a saved plan in {asked['precision']}"
                 raise ModelError(what, where=where, fix=f"add --precision {asked['precision']}")
-            return spec.over(1)
+            return planned.over(1)
     place = path.resolve() if exists else path
     name = place.parent.name if place.is_file() else place.name
     config = None if trust_remote_code else _config_text(source, path)
