@@ -46,7 +46,7 @@ $(VENV)/.cuda: $(VENV)/.installed
 test-cuda: $(VENV)/.cuda  ## the GPU tests, on a CUDA device that is not there (a C++ compiler is needed; tests/standin_cuda)
 	$(BIN)/python -m tests.standin_cuda  # built once, and not by each worker
 	OMP_NUM_THREADS=1 $(PYTEST) -p tests.standin_cuda.plugin tests/gpu tests/standin_cuda \
-	    tests/train/test_device_update.py tests/stock/test_lion.py -m gpu $(BESIDE) --dist load $(ARGS)
+	    tests/train/test_device_update.py tests/stock/test_without_gradients.py -m gpu $(BESIDE) --dist load $(ARGS)
 
 test-all: venv  ## everything, with the thorough property tests; says at its end how long it took
 	@begin=$$(date +%s); $(PYTEST) --hypothesis-profile=thorough $(ARGS); code=$$?; \
