@@ -2,11 +2,11 @@
 # On a processor without AVX-512 a linear layer's input gradient in bfloat16 takes many times as long as its forward pass.
 #
 # Versions: torch 2.13.0.
-# Expected: forward and the two products of backward have as many operations, so they take about as long; and bfloat16, which is
-# half of the bytes, is at worst a little slower than float32, to which it is widened.
-# Seen: oneDNN takes no bfloat16 product below AVX-512, and PyTorch's own loop reads one of the two operands down its columns
-# when it is not transposed, as the weight is in the input gradient: that takes 50 times as long as forward, and nearly 400
-# times as long as the same product in float32.
+# Expected: each of the two products of backward has as many operations as forward, so it takes about as long. bfloat16 has half of the
+# bytes of float32, to which it is widened, and is at worst a little slower.
+# Seen: without AVX-512 oneDNN computes no products in bfloat16, and PyTorch's own loop does. It reads an operand that is not transposed
+# column by column; in the input gradient that is the weight. So this takes 50 times as long as forward, and nearly 400 times as
+# long as in float32.
 # Cost: a benchmark of forward passes, or of evaluation, promises a training speed that is wrong by a factor of 20.
 # The variables below make any x86 processor compute as most desktops do (AMD before Zen 4, Intel's Core since the 12th generation).
 # MegaTrain times all three products when it plans, and `plan` and `train` say that `precision: fp32` is quicker there.

@@ -3,11 +3,11 @@
 #
 # Versions: transformers 5.23.0, jinja2 3.1.6.
 # Expected: the same mask of assistant tokens, however a template is divided into macros, since it writes the same text.
-# Seen: a mark is counted from what the template has passed on when Jinja comes to it. The text of a macro, of a `set` or `filter` block
-# or of `call` is passed on as a whole, at its end, so all marks in it are too early by what it wrote before them: "[A" for "a1".
-# Cost: the model is trained on the headers of its turns and not on the ends of its answers; most of the mask is right, and the count is.
-# Templates of recent models are written with macros; the marks are added by those who train.
-# MegaTrain lets the template write a character at each mark, and takes the text between the two.
+# Seen: the place of a mark is the length of the output when Jinja comes to it. A macro, a `set`, `filter` or `call` block is written to
+# the output as a whole, at its end, so marks in it are too early by what it wrote before them: "[A]because[e" for "because[end]".
+# Cost: the model is trained on the headers of its turns and not on the ends of its answers. The mask has the right number of tokens,
+# and most are the right ones. Templates of recent models are written with macros; those who train add the marks.
+# MegaTrain makes the template write a character at each mark, and takes the text between the two.
 
 set -euo pipefail
 work=$(mktemp -d)
