@@ -3,9 +3,9 @@
     python -m bench.fused_types [--types NAME ...] [--brief] [--json FILE]
 
 For the twin of a type (`model.tiny`): how many norms, rotary embeddings and gated activations are fused, how many are
-not, and the kernels that its layers launch, forward and backward, before and after. Then, why parts are left, by the
-number of types. Parts are told by what the library calls them, which only this list does. A type whose layers want more
-than a batch of text has no count of kernels.
+not, and the kernels that its layers launch, forward and backward, before and after. Then, in how many types each part
+is fused, or is not, and why. Only this list goes by the library's names to find the parts that are not fused. Kernels
+are not counted for a type whose layers need more than a batch of text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from bench.fused_layer import CountKernels
 from megatrain.errors import ModelError
 from megatrain.model import PortedModel, port_model
-from megatrain.model.fuse_layers import fuse
+from megatrain.model.fuse_layers import GATE, fuse
 from megatrain.model.ports import roots_of
 from tests.integration.test_architectures import CHOSEN, NOT_COMPARED, OTHERS, config_of, twin
 
@@ -37,8 +37,8 @@ ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 
 
 def cover(kind: str) -> dict[str, Any]:
-    """What is fused in the layers of a type, part -> count, why the others are left, (part, why) -> count, and kernels
-    launched, before and after. Raises `ModelError` where no layer of it can be run in bfloat16."""
+    """For a model type, what is `fused` (part -> count), what is `left` ("part: why" -> count), and `launches`, the
+    kernels of all layers before and after. Raises `ModelError` if no layer can be run in bfloat16."""
     model = twin(config_of(kind))
     ported = port_model(model, torch.bfloat16)
     before = launches(ported, dict(model.named_parameters()))
@@ -46,12 +46,12 @@ def cover(kind: str) -> dict[str, Any]:
     for layer in roots_of(ported)[1:]:
         changed = fuse(layer)
         fused.update(next(part for part in PARTS if part in what) for what in changed.values())
-        left.update(": ".join(why) for why in kept(layer, changed))
+        left.update(": ".join(why) for why in unfused(layer, changed))
     after = launches(ported, dict(model.named_parameters()))
     return {"type": kind, "fused": dict(fused), "left": dict(left), "launches": [before, after]}
 
 
-def kept(layer: nn.Module, changed: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def unfused(layer: nn.Module, changed: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """(part, why) of each part of a layer that is not among those that were changed."""
     for name, module in layer.named_modules():
         kind, children = type(module), list(module.children())
@@ -61,9 +61,9 @@ def kept(layer: nn.Module, changed: Mapping[str, str]) -> Iterator[tuple[str, st
         for called in function.__code__.co_names if isinstance(function, FunctionType) else ():
             known = function.__globals__.get(called)
             if "rot" in called and isinstance(known, FunctionType):
-                yield "rotary", f"{', '.join(inspect.signature(known).parameters)}"
+                yield "rotary", ", ".join(inspect.signature(known).parameters)
         acts = any(type(child).__module__ in ACTIVATIONS for child in children)
-        if (acts or hasattr(module, "_apply_gate")) and name not in changed:
+        if (acts or hasattr(module, GATE)) and name not in changed:
             yield "gated", why_gated(module)
 
 
@@ -74,7 +74,7 @@ def why_norm(module: nn.Module) -> str:
 
 
 def why_gated(module: nn.Module) -> str:
-    if hasattr(module, "_apply_gate"):
+    if hasattr(module, GATE):
         return "in stacked experts"
     if any(parameter.dim() > 2 for parameter in module.parameters()):
         return "in a mixer, or in experts that are called otherwise"

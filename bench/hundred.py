@@ -25,7 +25,7 @@ mixture go to two experts; in bf16 to all, since rounding would choose others, a
 the same singular values but for a factor, and zeros: its orthogonal direction is the narrow one's over k, as its weight
 is. `match_rms_adamw` multiplies rates by sqrt(k) more, so they are divided by it. A gradient of 32 tokens has no more
 than 32 singular values; the others are rounding, which Newton-Schulz makes up to 3.4445**5 = 485 times larger in both
-models: so the narrow one's error in bf16 bounds Muon's, too. (Torch's own iteration runs in float32 for what is known.)
+models: so the narrow one's error in bf16 bounds Muon's, too. The exact answers are from torch's iteration in float32.
 
 State is periodic, so a file system that compresses holds it in a fraction of its size, and speed here says nothing of a
 drive. `bench/deduplicating_drive.sh` mounts one that keeps each distinct block once, compressed, in memory. (btrfs with
@@ -243,14 +243,14 @@ def plain_steps(run: Run, precision: Precision) -> dict[str, Any]:
     kept = copy.deepcopy(model)
     masters = {name: parameter.data for name, parameter in kept.named_parameters()}
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    how = {name: run.repeated(name, parameter.shape) for name, parameter in trained.items()}
-    whole = {name: run.matrices(name, masters[name]) for name in trained}
-    eps = {name: EPS / run.repetitions / each.gradient_factor for name, each in how.items()}
-    groups = [{"params": [masters[name]], "eps": eps[name]} for name in trained if not whole[name]]
+    repeated = {name: run.repeated(name, parameter.shape) for name, parameter in trained.items()}
+    matrices = {name: run.matrices(name, masters[name]) for name in trained}
+    eps = {name: EPS / run.repetitions / each.gradient_factor for name, each in repeated.items()}
+    groups = [{"params": [masters[name]], "eps": eps[name]} for name in trained if not matrices[name]]
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=LR, weight_decay=0.0)]
     if run.muon:
-        matrices = [matrix for stack in whole.values() for matrix in stack]
-        optimizers.append(torch.optim.Muon(matrices, lr=LR, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
+        of_muon = [matrix for stack in matrices.values() for matrix in stack]
+        optimizers.append(torch.optim.Muon(of_muon, lr=LR, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
     losses, norms = [], []
     for step in (1, 2, 3):
         for name, parameter in model.named_parameters():
@@ -262,13 +262,14 @@ def plain_steps(run: Run, precision: Precision) -> dict[str, Any]:
             losses[-1] += loss.item()
             for name, gradient in zip(trained, torch.autograd.grad(loss, [*trained.values()]), strict=True):
                 sums[name] += gradient
-        factors = {name: each.copies**0.5 * each.gradient_factor for name, each in how.items()}
+        factors = {name: each.copies**0.5 * each.gradient_factor for name, each in repeated.items()}
         norms.append(math.hypot(*(factors[name] * float(gradient.norm()) for name, gradient in sums.items())))
         for name, gradient in sums.items():
             gradient *= 1.0 if run.clip is None else clip_scale(norms[-1], run.clip)
             masters[name].grad = gradient
-            for matrix, of_it in zip(whole[name], run.matrices(name, gradient), strict=True):
-                matrix.grad = of_it
+            for matrix, gradient_of_it in zip(matrices[name], run.matrices(name, gradient), strict=True):
+                matrix.grad = gradient_of_it
+        # Newton-Schulz in `torch.optim.Muon` converts to bfloat16; in fp32 it is to stay in float32.
         with patch.object(Tensor, "bfloat16", Tensor.clone if precision == "fp32" else Tensor.bfloat16):
             for optimizer in optimizers:
                 optimizer.step()

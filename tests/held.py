@@ -2,8 +2,8 @@
 
 Each kind is a model type of the installed library, shrunk to a twin of a few thousand parameters. Two micro-batches of
 two rows of 96 tokens go forward and backward on the simulated device, inputs kept, losses in chunks of 64 tokens; every
-tensor is followed from its making to its end. A number is the most that existed during an op over what the schedule has
-there then: above 1 it is said too low. Memory on a cpu or a GPU is not asked.
+tensor is followed from its making to its end. A share is the most bytes that existed during an op over those that the
+schedule counts then; above 1, it counts too few. Memory of a cpu or a GPU is not measured.
 """
 
 from __future__ import annotations

@@ -486,7 +486,7 @@ def _limits(machine: Hardware, memories: Mapping[str, str | None], *, is_this_on
 
 
 def length_for(spec: ModelSpec, length: int | None, tokens_per_step: int | None = None) -> int:
-    """Tokens per sequence as asked, or the default. Raises `ConfigError` for more than the model has positions for."""
+    """`length` tokens per sequence, or a default if None. Raises `ConfigError` if the model has fewer positions."""
     most = spec.max_positions
     if length is None:
         return max(1, min(LENGTH, most or LENGTH, LENGTH if tokens_per_step is None else tokens_per_step))

@@ -254,9 +254,10 @@ class _Renderer:
         return self._render(messages, add_generation_prompt=True)
 
     def marked(self, messages: Sequence[Message], start: str, stop: str) -> str:
-        """The text of a finished conversation, with these characters where the template has its generation marks.
+        """The text of a finished conversation, with the character `start` where each generation block of the template
+        begins and `stop` where it ends.
 
-        An empty block next to each keeps how Jinja removes white space around the mark.
+        An empty `if` beside each character takes over the mark's `-`, by which Jinja removes white space.
         """
         template = GENERATION_MARK.sub(rf"{{%\1 generation %}}{start}{{% if 0 %}}{{% endif \2%}}", self.text)
         template = END_MARK.sub(rf"{{%\1 if 0 %}}{{% endif %}}{stop}{{% endgeneration \2%}}", template)
@@ -324,16 +325,16 @@ def _rendered(sample: Sample, template: ChatTemplate, tools: Sequence[Tool]) -> 
 
 
 def _marked_spans(renderer: _Renderer, turns: Turns) -> list[Span]:
-    """The spans between the template's generation marks.
+    """The spans between the template's generation marks, found by characters that it is made to write at the marks.
 
-    The template writes characters there that the text has nowhere else. transformers counts what the template has
-    passed on so far, which is not where the text will be if a mark is in a macro, a `set` block or a filter.
+    transformers takes the length of the output so far instead. That is wrong in a macro, a `set` block or a filter,
+    which are written to the output as a whole at their end.
     """
     start, stop = unused_characters(turns.text, 2)
     try:
         pieces = re.split(f"([{start}{stop}])", renderer.marked(turns.messages, start, stop))
     except RenderError as error:
-        raise UnclearTurn(f"it fails when its generation marks are written ({error})") from error
+        raise UnclearTurn(f"it fails when it writes a character at each generation mark ({error})") from error
     marks = pieces[1::2]
     if "".join(pieces[::2]) != turns.text or marks != [start, stop] * (len(marks) // 2):
         raise UnclearTurn("its generation marks do not survive in the text")

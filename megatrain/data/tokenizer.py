@@ -280,33 +280,34 @@ def _from_pretrained(name: str, *, local: bool) -> Tokenizer:
 
 
 PROBE = " A  b\t'll I'M the1234567 x=Yy9;\r\n\n  é e\u0301 ﬁ Ⅳ ½ 漢字かな🎉\u00a0… don\u2019t </s>  \n "
-"""Text on which rules that split, change or merge it differently show."""
+"""A text that shows differences between tokenizers: in how they normalize, split and merge."""
 
 
 def _has_rules_of_its_file(tokenizer: Tokenizer, name: str) -> bool:
-    """Whether `tokenizer` reads text as the tokenizer.json it was loaded from.
+    """Whether `tokenizer` encodes `PROBE` as the tokenizer.json from which it was loaded; true if there is none.
 
-    transformers 5 takes only the vocabulary and the merges from that file for most classes, and the class from the
-    model's type for some models. transformers 4, and whatever reads the file without transformers, follow the file.
+    Most classes of transformers 5 take only the vocabulary and the merges from that file, and for some models the
+    model's type decides the class. transformers 4, and what reads the file without transformers, follow the file.
     """
     import tokenizers
     from transformers.utils.hub import cached_file
 
-    quiet: Any = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}  # it is loaded already
+    quiet: Any = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}  # its files are here
     file = cached_file(name, "tokenizer.json", **quiet)
     if file is None or not hasattr(tokenizer, "backend_tokenizer"):
         return True
-    return _reads_probe(tokenizer.backend_tokenizer) == _reads_probe(tokenizers.Tokenizer.from_file(file))
+    return _encoded_probe(tokenizer.backend_tokenizer) == _encoded_probe(tokenizers.Tokenizer.from_file(file))
 
 
-def _reads_probe(rules: tokenizers.Tokenizer) -> tuple[list[str], list[int]]:
-    """The pieces in which the model of a pipeline meets the probe, and the ids."""
+def _encoded_probe(rules: tokenizers.Tokenizer) -> tuple[list[str], list[int]]:
+    """(the pieces into which `PROBE` is split before merging, its ids)."""
     text = rules.normalizer.normalize_str(PROBE) if rules.normalizer else PROBE
     pieces = [piece for piece, _ in rules.pre_tokenizer.pre_tokenize_str(text)] if rules.pre_tokenizer else [text]
     return pieces, rules.encode(PROBE, add_special_tokens=False).ids
 
 
 def _as_its_file_says(name: str) -> Tokenizer:
+    """The tokenizer with the rules of its tokenizer.json, and the special tokens of its tokenizer_config.json."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer: Tokenizer = PreTrainedTokenizerFast.from_pretrained(name, local_files_only=True)

@@ -3,7 +3,7 @@
 Matrix products already use every core, so compute and fetches run immediately when submitted. The `host` stream
 (the optimizer pass) has a thread, and so have `read` and `write` (the disk), collectives, and gradients on their
 way home, which wait for other ranks while compute continues. Since compute reads host memory, a policy with
-`shares_memory` needs no fetches. NUMA nodes and page-locking are not used.
+`shares_memory` needs no fetches. Page-locking is not used.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def _at_most(x: Any, limit: Any) -> Any:
 
 @inlined
 def _activate(gate: Any, values: Any, activation: Any) -> None:
-    """values: an activation of gate up to a limit. activation: its kind, two factors, and the limit."""
+    """values: an activation of min(gate, limit). activation: (its kind, two factors, the limit)."""
     kind, linear, cubic, limit = activation
     if kind == SIGMOID:
         for k in range(gate.size):
@@ -202,7 +202,7 @@ def _activate(gate: Any, values: Any, activation: Any) -> None:
 
 @inlined
 def _activate_with_slopes(gate: Any, values: Any, slopes: Any, activation: Any) -> None:
-    """values, slopes: an activation of gate up to a limit, and its derivative below that."""
+    """values, slopes: an activation of min(gate, limit), and its derivative there."""
     kind, linear, cubic, limit = activation
     if kind == SIGMOID:
         for k in range(gate.size):
@@ -217,8 +217,8 @@ def _activate_with_slopes(gate: Any, values: Any, slopes: Any, activation: Any) 
 
 @compiled
 def gated_forward(inputs: Any, out: Any, shape: Any, rule: Any, blocks: Any, counter: Any) -> None:
-    """inputs (gate, up), whose row r begins at r * stride, of shape (width, stride); out [rows * width]; rule (the
-    activation, what is added to up)."""
+    """inputs (gate, up), whose row r begins at r * stride, of shape (width, stride); out [rows * width]; rule
+    (activation as in `_activate`, offset)."""
     gate, up = inputs
     width, stride = shape
     activation, offset = rule
@@ -263,23 +263,23 @@ def gated_backward(inputs: Any, outputs: Any, shape: Any, rule: Any, blocks: Any
                 _activate_with_slopes(gate_b, values, slopes, activation)
                 for k in range(stop - start):
                     g, factor = to_f32(wanted[k]), to_f32(up_b[k])
-                    near = -_at_most(-_at_most(factor, limit), limit)
+                    clipped = -_at_most(-_at_most(factor, limit), limit)
                     slope = zero if to_f32(gate_b[k]) > limit else slopes[k]
-                    of_gate_b[k] = rounded_like((g * (near + offset)) * slope, of_gate_b)
+                    of_gate_b[k] = rounded_like((g * (clipped + offset)) * slope, of_gate_b)
                     of_up_b[k] = rounded_like(zero if abs(factor) > limit else g * values[k], of_up_b)
 
 
 @compiled
 def rotate(inputs: Any, out: Any, shape: Any, pairs: Any, inverse: Any, blocks: Any, counter: Any) -> None:
-    """inputs (elements of a tensor whose strides are in `shape`, cos and sin, whose rows begin where it says); out
-    [batch, tokens, heads, channels]; shape (tokens, heads, channels, pairs, stride of the batch, of tokens, of heads,
-    of angles' batch and tokens); pairs ((second, step), ...) of the tensor, of out, and of the angles: where the second
-    of a pair is from the first, and the next pair from this. Blocks are of tokens."""
+    """inputs (elements of x, of cos and of sin); out [batch, tokens, heads, channels]; shape (tokens, heads, channels,
+    pairs of a head, strides of x by batch, token and head, strides of cos and sin by batch and token); pairs ((second,
+    step), ...) in x, in out and among the angles: the distance of the two of a pair, and of one pair from the next.
+    inverse: multiply by the transpose. Blocks are of tokens."""
     x, cos, sin = inputs
     tokens, heads, channels, half, of_batch, of_token, of_head, of_angles, of_angle = shape
     (second, step), (second_out, step_out), (second_angle, step_angle) = pairs
     sign = np.float32(-1) if inverse else ONE
-    for_1, for_2 = (second_angle, 0) if inverse else (0, second_angle)
+    sin_1_at, sin_2_at = (second_angle, 0) if inverse else (0, second_angle)  # from the first angle of a pair
     turned = 2 * half
     while True:
         i = claim(counter)
@@ -295,7 +295,7 @@ def rotate(inputs: Any, out: Any, shape: Any, pairs: Any, inverse: Any, blocks: 
                     first, other = x[start : start + half], x[start + half : start + turned]
                     out_1, out_2 = out[end : end + half], out[end + half : end + turned]
                     cos_1, cos_2 = cos[at : at + half], cos[at + second_angle : at + second_angle + half]
-                    sin_1, sin_2 = sin[at + for_1 : at + for_1 + half], sin[at + for_2 : at + for_2 + half]
+                    sin_1, sin_2 = sin[at + sin_1_at : at + sin_1_at + half], sin[at + sin_2_at : at + sin_2_at + half]
                     for k in range(half):
                         a, b = to_f32(first[k]), to_f32(other[k])
                         out_1[k] = rounded_like(a * to_f32(cos_1[k]) - b * (sign * to_f32(sin_1[k])), out_1)
@@ -304,7 +304,7 @@ def rotate(inputs: Any, out: Any, shape: Any, pairs: Any, inverse: Any, blocks: 
                     for k in range(half):
                         source, target, angle = start + k * step, end + k * step_out, at + k * step_angle
                         a, b = to_f32(x[source]), to_f32(x[source + second])
-                        sin_a, sin_b = sign * to_f32(sin[angle + for_1]), sign * to_f32(sin[angle + for_2])
+                        sin_a, sin_b = sign * to_f32(sin[angle + sin_1_at]), sign * to_f32(sin[angle + sin_2_at])
                         out[target] = rounded_like(a * to_f32(cos[angle]) - b * sin_a, out)
                         out[target + second_out] = rounded_like(b * to_f32(cos[angle + second_angle]) + a * sin_b, out)
                 for k in range(turned, channels):
@@ -368,7 +368,7 @@ def _gated(gate: Tensor, up: Tensor | None, activation: str, limit: float, offse
     inputs, shape = _halves(gate, up)
     out = gate.new_empty((*gate.shape[:-1], shape[0]))
     how: Any = {"blocks": _blocks(out.numel() // max(shape[0], 1), shape[0]), "threads": torch.get_num_threads()}
-    run(gated_forward, inputs, _array(out), shape, _how(activation, limit, offset), **how)
+    run(gated_forward, inputs, _array(out), shape, _rule(activation, limit, offset), **how)
     return out
 
 
@@ -381,7 +381,7 @@ def _gated_backward(
     of_gate, of_up = torch.empty_like(gate), None if up is None else torch.empty_like(up)
     outputs, _ = _halves(of_gate, of_up)
     how: Any = {"blocks": _blocks(gradient.numel() // max(shape[0], 1), shape[0]), "threads": torch.get_num_threads()}
-    run(gated_backward, (_array(gradient), *inputs), outputs, shape, _how(activation, limit, offset), **how)
+    run(gated_backward, (_array(gradient), *inputs), outputs, shape, _rule(activation, limit, offset), **how)
     return of_gate, gate.new_empty(0) if of_up is None else of_up
 
 
@@ -411,7 +411,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, heads: int, pairs: Sequence[in
 
 
 def _extent(x: Tensor) -> int:
-    """Elements of memory from its first to its last."""
+    """Elements of memory from the first of x to its last."""
     return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
 
 
@@ -449,8 +449,8 @@ def _halves(gate: Tensor, up: Tensor | None) -> tuple[tuple[NDArray[Any], NDArra
     return (both, both[width:]), (width, 2 * width)
 
 
-def _how(activation: str, limit: float, offset: float) -> tuple[tuple[int, *tuple[np.float32, ...]], np.float32]:
-    """(the kind of an activation, its factors, the limit of its inputs), the offset."""
+def _rule(activation: str, limit: float, offset: float) -> tuple[tuple[int, *tuple[np.float32, ...]], np.float32]:
+    """((kind of activation, its two factors, limit), offset), as the kernels take them."""
     kind, factors = {"gelu": GELU, "relu": RELU}.get(activation, SIGMOID), fused.SIGMOIDS.get(activation, (0.0, 0.0))
     return (kind, *map(np.float32, (*factors, limit))), np.float32(offset)
 

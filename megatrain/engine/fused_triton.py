@@ -146,6 +146,7 @@ def _gated_backward(
 
 @triton.jit
 def _within(x, limit):
+    """x, clipped to [-limit, limit]."""
     return tl.where(x > limit, limit, tl.where(x < -limit, -limit, x))
 
 
@@ -159,9 +160,10 @@ def _rotate(
     BLOCKS: tl.constexpr,
 ):
     """tensors (q, k, cos, sin, and the results [batch, tokens, heads, channels]); sizes (tokens, heads of q, heads of
-    k, channels, pairs); strides of q and of k by batch, tokens and heads, and of cos and sin by batch and tokens. PAIRS
-    where the two of a pair lie in q and k, in the results, and among the angles. BLOCKS powers of two, at least heads,
-    pairs, and channels that are not turned (1 if there are none). A program has one token of q or of k."""
+    k, channels, pairs of a head); strides of q and of k by batch, token and head, and of cos and sin by batch and
+    token. PAIRS: where the two of a pair lie (`_places`) in q and k, in the results and among the angles. BLOCKS:
+    powers of two, at least heads, pairs, and channels that are not turned (1 if there are none). A program has one
+    token of q or of k."""
     q, k, cos, sin, out_q, out_k = tensors
     tokens, heads_q, heads_k, channels, half = sizes
     if tl.program_id(1) == 0:

@@ -108,9 +108,10 @@ class Store:
             self._frozen_sum = None
         self.rounded.discard(name)
         for piece in self.owned.within(unit.layout, field.start, field.stop):
-            at = piece.at - (piece.start - field.start)
-            own = unit.ranges(Part.WEIGHTS, piece.own.start, piece.own.stop)
-            for start, part in read_ahead((begin, partial(read, begin - at, end - at)) for begin, end in own):
+            origin = piece.at - (piece.start - field.start)  # of the parameter, in the rank's own elements
+            ranges_of = unit.ranges(Part.WEIGHTS, piece.own.start, piece.own.stop)
+            reads = ((begin, partial(read, begin - origin, end - origin)) for begin, end in ranges_of)
+            for start, part in read_ahead(reads):
                 new = part.to(device="cpu", dtype=torch.float32).contiguous().numpy()
                 if is_fixed and not np.array_equal(new, unit.masters(start, start + new.size)):
                     fix = "place its weights in host memory or on the disk"

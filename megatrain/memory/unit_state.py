@@ -47,18 +47,21 @@ def ranges(start: int, stop: int) -> Iterator[tuple[int, int]]:
     return ((begin, min(begin + AT_ONCE, stop)) for begin in range(start, stop, AT_ONCE))
 
 
-Named = TypeVar("Named")
+Key = TypeVar("Key")
 
 
-def read_ahead(reads: Iterable[tuple[Named, Callable[[], Any]]]) -> Iterator[tuple[Named, Any]]:
-    """The same pairs with what each function returns; while one is used, another thread calls the next function."""
+def read_ahead(reads: Iterable[tuple[Key, Callable[[], Any]]]) -> Iterator[tuple[Key, Any]]:
+    """For (key, read) in `reads`, (key, what `read()` returns). Another thread reads one pair ahead of the caller.
+
+    Raises what `read` raises.
+    """
     with ThreadPoolExecutor(1, "megatrain-read") as thread:
-        under_way = ((name, thread.submit(read)) for name, read in reads)
-        one = next(under_way, None)
-        while one is not None:
+        under_way = ((key, thread.submit(read)) for key, read in reads)
+        current = next(under_way, None)
+        while current is not None:
             following = next(under_way, None)
-            yield one[0], one[1].result()
-            one = following
+            yield current[0], current[1].result()
+            current = following
 
 
 class UnitState:
@@ -92,18 +95,18 @@ class UnitState:
     # Ranges of a part -----------------------------------------------------------------------------------------------
 
     def ranges(self, part: Part, start: int, stop: int, number: int = 0) -> Iterator[tuple[int, int]]:
-        """Split elements [start, stop) of a part, to be written one after the other, into ranges of at most `AT_ONCE`.
+        """Split elements [start, stop) of a part into ranges of at most `AT_ONCE`, to be written in this order.
 
-        On the disk one ends where a block does, so that no block is written twice, and before frozen elements. number:
-        as in `write`.
+        None has trained and frozen elements. On the disk, ranges end where blocks end, so that no block is written
+        twice. number: as in `write`.
         """
         name, nbytes, first = self._name(part), self._dtypes[part].itemsize, self._state_starts[number]
         while start < stop:
             end = min(start + AT_ONCE, self.trained if start < self.trained else stop, stop)
             if end < stop and self._tiers[part] == "disk":
                 at = (first + end) * nbytes
-                whole = self._pool.disk.around(name, at, at + 1)[0] // nbytes - first
-                end = whole if whole > start else end
+                block_start = self._pool.disk.around(name, at, at + 1)[0] // nbytes - first
+                end = block_start if block_start > start else end
             yield start, end
             start = end
 

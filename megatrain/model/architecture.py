@@ -89,10 +89,10 @@ def read_config(
 
 
 def _refuse_lost_theta(stated: Mapping[str, Any], config: PreTrainedConfig, where: str) -> None:
-    """Raise `ModelError` if `rope_parameters` in the fields has a theta that is not the one of the config.
+    """Raise `ModelError` if `config` has another rope theta than the `rope_parameters` in `stated`, its fields.
 
-    transformers 5 replaces `rope_parameters` by a `rope_scaling` beside it, with the class's theta for one that is
-    missing there, and ignores a `rope_theta` beside it.
+    If there is a `rope_scaling` beside `rope_parameters`, transformers 5 takes that in its place, with the class's
+    default if it has no theta. A `rope_theta` beside `rope_parameters` is ignored.
     """
     for fields, part in ((stated, config), (stated.get("text_config"), getattr(config, "text_config", None))):
         if not isinstance(fields, Mapping):

@@ -1,15 +1,19 @@
 """Replaces functions of a layer by fused ones (`model.fused`), found by what they compute.
 
 No list of classes: a module, or a function that an attention module calls, is run on random data and weights in
-float32, and replaced if a formula of a small table gives the same there. Found are RMS norms (with a weight, with 1 +
-weight, without) and layer norms that a module spells out; MLPs of the form down(activation(gate(x)) * up(x)), also with
-gate and up in one product, clipped, and with 1 + up, and the same between the two products of stacked experts; and
-rotary embeddings that turn the halves or the neighbours of a head. What fits no formula stays as it is. Children of an
-MLP are called as before, so that adapters on them count, and parameters keep their names.
+float32, and replaced if a formula of a small table gives the same there:
 
-A replaced module has a `forward`, or stacked experts a method GATE, of its own. A function that attention calls is
-replaced for that module alone, by a copy of its `forward` that looks the name up elsewhere; the library's module is not
-touched.
+* RMS norms (with a weight, with 1 + weight, without) and layer norms that a module spells out;
+* MLPs of the form down(activation(gate(x)) * up(x)), also with gate and up in one product, clipped, or with up + 1;
+* the same activations between the two products of stacked experts;
+* rotary embeddings that turn the two halves of a head, or neighbouring channels.
+
+What fits no formula stays as it is. Children of an MLP are called as before, so that adapters on them count, and
+parameters keep their names.
+
+A replaced module has a `forward` of its own, and stacked experts have an `_apply_gate` of their own. A function that
+attention calls is replaced for that module alone, by a copy of its `forward` that looks the name up elsewhere; the
+library's module is not touched.
 """
 
 from __future__ import annotations
@@ -51,9 +55,9 @@ WIDTH = 24
 """Channels of a norm that any number would do for."""
 EPSILONS = (1e-6, 1e-5, 1e-8, 1e-12, torch.finfo(torch.float32).eps, 0.0)
 FORWARD, GATE = "forward", "_apply_gate"
-"""Methods of modules that are replaced; the second is what the library's stacked experts compute between products."""
+"""Methods that are replaced; the second is what the library's stacked experts call between their two products."""
 HEADS = "unsqueeze_dim"
-"""What the library's rotary functions call the dimension of heads."""
+"""The argument of the library's rotary functions that says which dimension is the heads'."""
 PAIRS = (
     ((HALVES, HALVES, HALVES), False),
     ((HALVES, HALVES, ONCE), False),  # gpt-oss
@@ -61,7 +65,7 @@ PAIRS = (
     ((NEIGHBOURS, NEIGHBOURS, ONCE), True),  # GLM, Ernie
     ((NEIGHBOURS, HALVES, ONCE), True),  # DeepSeek
 )
-"""Where pairs lie (`rotary`), and whether the first half of the angles counts alone."""
+"""Forms to try: `pairs` of `rotary`, and whether only the first half of each row of angles is read."""
 MOST_CHILDREN = 8
 """Modules with more are no MLP."""
 
@@ -196,7 +200,7 @@ def _epsilons(module: nn.Module) -> list[float]:
 
 
 _Gate = tuple[str, float, float]
-"""An activation, the limit of its inputs, and what is added to the other factor: see `gated`."""
+"""A rule: (activation, limit, offset) of `gated`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,17 +211,17 @@ class _GatedMlp(_Fused):
     second: nn.Module | None
     last: nn.Module
     gate_first: bool
-    how: _Gate
+    rule: _Gate
 
     def __str__(self) -> str:
-        return f"MLP {_named(self.how)}"
+        return f"MLP {_described(self.rule)}"
 
     def compute(self, x: Tensor) -> Tensor:
         gate, up = self.first(x), None if self.second is None else self.second(x)
         if not self.gate_first:
             assert up is not None
             gate, up = up, gate
-        made: Tensor = self.last(gated(gate, up, *self.how))
+        made: Tensor = self.last(gated(gate, up, *self.rule))
         return made
 
 
@@ -225,25 +229,26 @@ class _GatedMlp(_Fused):
 class _GateOfExperts(_Fused):
     plain: Callable[..., Any]
     neighbours: bool
-    """Whether gate and up lie side by side, rather than one after the other."""
-    how: _Gate
+    """Whether gate and up lie side by side, channel by channel, rather than one after the other."""
+    rule: _Gate
 
     def __str__(self) -> str:
-        return f"experts {_named(self.how)}"
+        return f"experts {_described(self.rule)}"
 
     def compute(self, x: Tensor) -> Tensor:
         if self.neighbours:
             gate, up = x.unflatten(-1, (-1, 2)).unbind(-1)
-            return gated(gate, up, *self.how)
-        return gated(x, None, *self.how)
+            return gated(gate, up, *self.rule)
+        return gated(x, None, *self.rule)
 
 
-def _named(how: _Gate) -> str:
-    return f"gated by {how[0]}{'' if how[1] == math.inf else ', clipped'}"
+def _described(rule: _Gate) -> str:
+    activation, limit, _ = rule
+    return f"gated by {activation}{'' if limit == math.inf else ', clipped'}"
 
 
 def _fused_gate(module: nn.Module) -> _GateOfExperts | None:
-    """The fused form of the method with which stacked experts make a product of [gate, up]; None for anything else."""
+    """The fused form of the method that makes the product of [gate, up] in stacked experts; None for anything else."""
     if not hasattr(type(module), GATE):
         return None
     plain = getattr(module, GATE)
@@ -254,18 +259,18 @@ def _fused_gate(module: nn.Module) -> _GateOfExperts | None:
     if failed:
         return None
     for neighbours in (False, True):
-        halves_of = [x.unflatten(-1, (-1, 2)).unbind(-1) if neighbours else x.chunk(2, -1) for x in inputs]
+        splits = [x.unflatten(-1, (-1, 2)).unbind(-1) if neighbours else x.chunk(2, -1) for x in inputs]
         first, *more = [
-            set(_gates(gate.double(), up.double(), output, _limits(module)))
-            for (gate, up), output in zip(halves_of, outputs, strict=True)
+            set(_fitting_gates(gate.double(), up.double(), output, _limits(module)))
+            for (gate, up), output in zip(splits, outputs, strict=True)
         ]
         if gates := first.intersection(*more):
             return _GateOfExperts(plain, neighbours, min(gates, key=_simplicity))
     return None
 
 
-def _gates(gate: Tensor, up: Tensor, product: Any, limits: Sequence[float]) -> Iterator[_Gate]:
-    """Each that makes the product."""
+def _fitting_gates(gate: Tensor, up: Tensor, product: Any, limits: Sequence[float]) -> Iterator[_Gate]:
+    """The rules with which `gated` gives the product."""
     for limit in limits:
         for offset, (activation, function) in itertools.product((0.0, 1.0), ACTIVATIONS.items()):
             if _same(product, function(gate.clamp(max=limit)) * (up.clamp(-limit, limit) + offset)):
@@ -273,12 +278,13 @@ def _gates(gate: Tensor, up: Tensor, product: Any, limits: Sequence[float]) -> I
 
 
 def _limits(module: nn.Module) -> list[float]:
-    """Numbers that the module holds which could be one, and none."""
+    """Limits to try: none, and the numbers above 1 that the module holds."""
     return [math.inf, *{float(value) for value in vars(module).values() if type(value) in (int, float) and value > 1}]
 
 
-def _simplicity(how: _Gate) -> tuple[object, ...]:
-    activation, limit, offset = how
+def _simplicity(rule: _Gate) -> tuple[object, ...]:
+    """The key by which the simplest of several rules that fit comes first: no limit, and the first activation."""
+    activation, limit, offset = rule
     return -limit, list(ACTIVATIONS).index(activation), offset
 
 
@@ -332,7 +338,7 @@ _Form = tuple[nn.Module, nn.Module | None, nn.Module, bool, _Gate]
 
 
 def _gated_forms(run: tuple[Tensor, list[_ChildCall], Tensor], limits: Sequence[float]) -> Iterator[_Form]:
-    """Each (first, second, last, whether the first is the gate, how) that fits the run."""
+    """Each (first, second, last, whether the first is the gate, rule) that fits the run."""
     x, calls, output = run
     inner = [call for call in calls if call.given is x]
     last = [call for call in calls if call.made is output]
@@ -344,8 +350,8 @@ def _gated_forms(run: tuple[Tensor, list[_ChildCall], Tensor], limits: Sequence[
     for gate, up, gate_first in orders:
         if gate.shape[-1] != product.shape[-1] * (1 if up is not None else 2):
             continue
-        for how in _gates(*halves(gate, up), product, limits):
-            yield inner[0].child, second, last[0].child, gate_first, how
+        for rule in _fitting_gates(*halves(gate, up), product, limits):
+            yield inner[0].child, second, last[0].child, gate_first, rule
 
 
 # Rotary embeddings ----------------------------------------------------------------------------------------------------
@@ -353,9 +359,9 @@ def _gated_forms(run: tuple[Tensor, list[_ChildCall], Tensor], limits: Sequence[
 
 @dataclass(frozen=True, eq=False)
 class _FusedRotary:
-    """Replaces a function of one or two tensors, `count`, cosines and sines. pairs: see `rotary`. half: whether it
-    reads the first half of the angles alone. partial: whether it also turns the first channels of a head alone.
-    heads: dimensions of heads that its argument HEADS may name."""
+    """Replaces a function of `count` tensors (1 or 2), cosines and sines. pairs: see `rotary`. half: whether it reads
+    only the first half of each row of angles. partial: whether it can turn the first channels of a head and leave the
+    others. heads: the dimensions that its argument `HEADS` may name."""
 
     plain: Callable[..., Any]
     count: int
@@ -385,11 +391,11 @@ class _FusedRotary:
         return cos[..., :width], sin[..., :width]
 
     def turns(self, angles: int) -> int:
-        """Channels that are turned by rows of so many angles."""
+        """How many channels of a head are turned by rows of this many angles."""
         return 2 * angles if self.pairs[2] == ONCE and not self.half else angles
 
     def agrees(self, angles: int, heads: int = 1) -> bool:
-        """Whether the function does the same to heads of 8 channels."""
+        """Whether the function turns heads of 8 channels as `rotary` does. heads: the dimension of heads."""
         draw = torch.Generator().manual_seed(2)
         turned = [torch.randn(2, count, 5, 8, generator=draw) for count in (3, 1)][: self.count]
         turned = [x if heads == 1 else x.transpose(1, 2) for x in turned]

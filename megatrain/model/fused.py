@@ -138,7 +138,7 @@ def halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
 
 @_op("gated(Tensor gate, Tensor? up, str activation, float limit, float offset) -> Tensor")
 def gated_reference(gate: Tensor, up: Tensor | None, activation: str, limit: float, offset: float) -> Tensor:
-    """activation(gate up to limit) * (up within +-limit, + offset), with `up` = None for [gate, up] in one tensor."""
+    """The product that `gated` describes."""
     first, second = (half.float() for half in halves(gate, up))
     return (ACTIVATIONS[activation](first.clamp(max=limit)) * (second.clamp(-limit, limit) + offset)).to(gate.dtype)
 
@@ -150,11 +150,11 @@ def gated_reference(gate: Tensor, up: Tensor | None, activation: str, limit: flo
 def gated_backward_reference(
     gradient: Tensor, gate: Tensor, up: Tensor | None, activation: str, limit: float, offset: float
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up; the second is empty if they are one tensor."""
+    """Gradients of gate and up, zero where these are beyond the limit; the second is empty if they are one tensor."""
     first, second = (half.float() for half in halves(gate, up))
-    wanted, near = gradient.float(), first.clamp(max=limit)
-    of_first = wanted * (second.clamp(-limit, limit) + offset) * _slope(activation, near)
-    of_second = wanted * ACTIVATIONS[activation](near)
+    wanted, clipped = gradient.float(), first.clamp(max=limit)
+    of_first = wanted * (second.clamp(-limit, limit) + offset) * _slope(activation, clipped)
+    of_second = wanted * ACTIVATIONS[activation](clipped)
     if limit < math.inf:
         of_first, of_second = of_first * (first <= limit), of_second * (second.abs() <= limit)
     if up is None:
@@ -201,8 +201,11 @@ class _Gated(torch.autograd.Function):
 
 
 def gated(gate: Tensor, up: Tensor | None, activation: str, limit: float = math.inf, offset: float = 0.0) -> Tensor:
-    """activation(min(gate, limit)) * (min(max(up, -limit), limit) + offset); without `up`, gate [..., 2 * channels]
-    holds both, one after the other."""
+    """activation(min(gate, limit)) * (min(max(up, -limit), limit) + offset), [..., channels] in the dtype of gate.
+
+    gate and up are [..., channels]; without `up`, gate [..., 2 * channels] holds both, one after the other. activation:
+    a key of `ACTIVATIONS`.
+    """
     gate, up = gate.contiguous(), None if up is None else up.contiguous()
     product: Tensor = _Gated.apply(gate, up, activation, limit, offset)  # type: ignore[no-untyped-call]
     return product
@@ -211,7 +214,7 @@ def gated(gate: Tensor, up: Tensor | None, activation: str, limit: float = math.
 # Rotary embedding -----------------------------------------------------------------------------------------------------
 
 ONCE, HALVES, NEIGHBOURS = 0, 1, 2
-"""Where the two of a pair lie in a row: in one place, in its two halves, or side by side."""
+"""Where the two of a pair lie in a row: in one place, in the two halves of the row, or side by side."""
 
 
 @_op("rotary(Tensor q, Tensor? k, Tensor cos, Tensor sin, int heads, int[] pairs, bool inverse) -> (Tensor, Tensor)")
@@ -275,19 +278,19 @@ class _Rotary(torch.autograd.Function):
 def rotary(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, heads: int, pairs: Sequence[int] = (HALVES,) * 3
 ) -> Any:
-    """q and k, or q alone, with the first channels of each head turned in pairs: (a, b) becomes (a * cos_1 - b * sin_1,
-    b * cos_2 + a * sin_2).
+    """Turn the first channels of each head in pairs, so that (a, b) becomes (a * cos_1 - b * sin_1, b * cos_2 + a *
+    sin_2). Returns q and k turned, or q alone if `k` is None.
 
     q, k [batch, heads, tokens, channels], or heads after tokens if `heads` is 2 rather than 1; cos, sin [batch or 1,
-    tokens, angles]. pairs: where the two of a pair lie among the channels, in the result and among the angles; ONCE,
-    for angles alone, is one angle for both.
+    tokens, angles]. pairs: where the two of a pair lie in a head, in a head of the result and in a row of angles:
+    `HALVES`, `NEIGHBOURS`, or for angles `ONCE`, if both have the same.
     """
     q, k = _with_whole_rows(q), None if k is None else _with_whole_rows(k)
     return _Rotary.apply(q, k, *_alike(cos, sin), heads, pairs)  # type: ignore[no-untyped-call]
 
 
 def _alike(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """With whole rows and the same strides."""
+    """Cosines and sines with whole rows and equal strides."""
     cos, sin = _with_whole_rows(cos), _with_whole_rows(sin)
     return (cos, sin) if cos.stride() == sin.stride() else (cos.contiguous(), sin.contiguous())
 

@@ -207,8 +207,10 @@ class PretrainedSource:
 
     @cached_property
     def _held(self) -> dict[str, tuple[str, Sequence[str]]]:
-        """Parameter name -> a name of it under which the files hold something, one of `_renamed` if there is any, and
-        the tensors of the files that make it."""
+        """Parameter name -> (the name by which the files know it, names of the tensors in the files that make it).
+
+        Of several names, one that is only renamed (`_renamed`) is preferred.
+        """
         first, held = first_names(self.model), dict[str, tuple[str, Sequence[str]]]()
         for target, keys in self._keys.items():
             name, before = first.get(target), held.get(first.get(target, ""))
@@ -260,7 +262,7 @@ class PretrainedSource:
         if any(header.dtype not in DTYPES or header.place is None for header in headers.values()):
             return None
         shapes = {key: torch.empty(header.shape, device="meta") for key, header in headers.items()}
-        if target in self._renamed:  # to ask the library takes as long as the model has parameters
+        if target in self._renamed:  # the library would go through all parameters of the model
             return InRuns(MovedElements(shapes), shapes[keys[0]], headers, self._where)
         with _put_back(self.model), MovedElements(shapes) as moved:
             self._run_library(shapes, "meta")

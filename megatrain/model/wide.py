@@ -98,7 +98,7 @@ class Repeated:
 
     def farthest(self, wide: Tensor) -> Tensor:
         """For each element of the narrow parameter the copy that differs most from the mean of all copies, so that
-        an error of one does not vanish among the others; their mean where one is not finite."""
+        an error of one does not vanish among the others. Where a copy is not finite, neither is the result."""
         split = [part for size, times, block in zip(self.shape, self.times, self.blocks, strict=True)
                  for part in (size // block, times, block)]  # fmt: skip
         copies = wide.reshape(split)

@@ -103,9 +103,8 @@ def run(kernel: Kernel, *args: Any, blocks: NDArray[np.int64], threads: int) -> 
     """Run `kernel(*args, blocks, counter)` on the calling thread and up to `threads - 1` helpers; return when all is
     done.
 
-    If the calling thread is restricted to some processors, no more threads than those run,
-    and a helper inherits the restriction of the thread that first started it. Raises ConfigError for fewer than
-    one thread.
+    If the calling thread is restricted to some processors, no more threads than those run, and a helper inherits the
+    restriction of the thread that first started it. Raises `ConfigError` for fewer than one thread.
     """
     if threads < 1:
         raise ConfigError(f"{threads} threads", where="optimizer threads", fix="give at least 1")

@@ -42,7 +42,8 @@ class StepScalars(ABC):
     """The float32 factors of one step of one group of parameters, each computed in float64 and rounded once, and the
     arithmetic with them, on the host and on a device: the same bits.
 
-    A subclass is a frozen dataclass. Its kernel reads the factors by position, so the order of its fields matters.
+    A subclass is a frozen dataclass. Its kernel reads the factors by position: `decay` and `grad_scale`, then those of
+    the subclass in the order of its fields.
     """
 
     kernel: ClassVar[Kernel]
@@ -205,7 +206,7 @@ def kind_named(name: str, where: str = "optimizer") -> type[Optimizer]:
 
 
 def kind_described(model: ModelSpec) -> str | None:
-    """The name of the optimizer that a model is `described` for, unless it is AdamW."""
+    """The name of the optimizer for which a model was `described`; None for AdamW, the default."""
     kept = {param.state for unit in model.units for param in unit.params if param.trainable}
     return next((kind.NAME for kind in Optimizer.__subclasses__() if kind.STATE in kept and kind.NAME != OLDEST), None)
 

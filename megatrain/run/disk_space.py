@@ -68,8 +68,8 @@ def state_nbytes(ported: PortedModel) -> int:
 
 
 def constant_nbytes(ported: PortedModel) -> int:
-    """Bytes of what does not train in a checkpoint, and of which the next have links: frozen masters, and what is
-    carried over. An adapter's has none."""
+    """Bytes of a checkpoint that do not change in training, so that later checkpoints link to the same files: frozen
+    masters, and tensors that are carried over. Zero for an adapter, whose checkpoints leave them out."""
     frozen = ported.structure.numel - ported.structure.trained_numel
     return 0 if ported.adapter is not None else 4 * frozen + _carried_nbytes(ported)
 
@@ -87,6 +87,6 @@ def _carried_nbytes(ported: PortedModel) -> int:
 
 
 def _nbytes_in(folders: Iterable[Path]) -> int:
-    """Bytes of the files in these folders; those that share a file have it once."""
+    """Bytes of the files in these folders; a file with several hard links counts once."""
     files = (path.stat() for folder in folders for path in folder.rglob("*") if path.is_file())
     return sum({file.st_ino: file.st_size for file in files}.values())

@@ -23,7 +23,7 @@ from typing import Any, Literal
 from megatrain.errors import ConfigError, MegaTrainError, ModelError
 
 HUB_NAME = re.compile(r"(?!.*(--|\.\.|\.git$))\w([\w.-]{0,94}\w)?(/\w([\w.-]{0,94}\w)?)?", re.ASCII)
-"""What a name on the Hugging Face hub looks like, as its library checks it."""
+"""A name on the Hugging Face hub: the names that `huggingface_hub.utils.validate_repo_id` accepts."""
 
 LONGEST_SHOWN = 160
 """Most characters of a path in an error message."""

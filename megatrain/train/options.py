@@ -158,13 +158,13 @@ def _name(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _overlap(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
-    """Whether two of them hold the same parameter, which both would update."""
+    """Whether a parameter is in two of them, and so would be updated twice."""
     held = [id(p) for each in optimizers for group in each.param_groups for p in group["params"]]
     return len(held) > len({*held})
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The settings of each group, with the peak of a rate that a scheduler has changed."""
+    """The settings of each group; under a scheduler, with the learning rate that it began with."""
     groups = ({**optimizer.defaults, **group} for group in optimizer.param_groups)
     return [{**group, "lr": float(group.get("initial_lr", group["lr"]))} for group in groups]
 
@@ -186,7 +186,7 @@ def _same_adamw(optimizer: torch.optim.Optimizer) -> str:
     alike = len({str([group.get(key) for key in ("betas", "eps")]) for group in groups}) == 1
     decoupled = all(group.get("decoupled_weight_decay") for group in groups) or decays == [0.0]
     odd = any(group.get(key) for group in groups for key in ("amsgrad", "maximize"))
-    adam = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)  # a class of others may do anything
+    adam = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)  # a subclass may do anything
     if not adam or not alike or not decoupled or odd or len({*decays} - {0.0}) > 1:
         return ANY
     first = groups[0]

@@ -476,7 +476,7 @@ class _Tally:
 
 
 def _error(difference: float, scale: float) -> float:
-    """Infinite rather than NaN, which no comparison finds to be larger than anything."""
+    """difference / scale, but infinity for NaN: nothing compares as larger or smaller than NaN."""
     return math.inf if math.isnan(difference) else difference / scale
 
 

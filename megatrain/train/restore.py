@@ -46,7 +46,7 @@ LIBRARIES = ("torch", "transformers", "numpy")
 NewMoments = Literal["refuse", "zero"]
 """Treatment of parameters that train now but did not in the checkpoint."""
 ZEROS = "accept that the state starts as zeros (new='zero', or accept_changes=true in a run)"
-"""The advice where an optimizer lacks state."""
+"""What to do if a checkpoint lacks what the optimizer keeps."""
 
 
 def as_saved(
@@ -161,18 +161,18 @@ def read_moments(checkpoint: Checkpoint, store: Store, optimizer: Optimizer, new
 def _moments(
     checkpoint: Checkpoint, store: Store, optimizer: Optimizer
 ) -> Iterator[tuple[Callable[[np.ndarray], None], Callable[[], np.ndarray]]]:
-    """Functions that write a range of moments to this rank's share, and those that read it from the checkpoint."""
+    """(write, read) of each range of moments: `write(read())` copies it from the checkpoint to this rank's share."""
     of = {param.name: param for param in _trained(store.model)}
     for unit in store.units:
         for field in unit.layout.trained.fields:
             arrays = of[field.name].state if _goes_on(checkpoint, optimizer, of[field.name]) else ()
             saved = [tensor.numpy().reshape(-1) for tensor in checkpoint.moments(field.name, arrays)]
             for piece in store.owned.within(unit.layout, field.start, field.stop):
-                at = piece.at - (piece.start - field.start)
+                origin = piece.at - (piece.start - field.start)  # of the parameter, in the rank's own elements
                 for number in range(len(of[field.name].state)):
                     for start, stop in unit.ranges(Part.MOMENTS, piece.own.start, piece.own.stop, number):
                         zeros = partial(np.zeros, stop - start, np.float32)
-                        read = saved[number][start - at : stop - at].copy if saved else zeros
+                        read = saved[number][start - origin : stop - origin].copy if saved else zeros
                         yield partial(unit.write, Part.MOMENTS, start, number=number), read
 
 

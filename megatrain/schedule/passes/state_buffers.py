@@ -56,6 +56,7 @@ NORMS = "host/norms"
 """Buffer of float64 sums of squares, one per unit."""
 
 MOMENTS_ON_DISK = Placement(moments="disk")
+"""With it a rank may need more slots of directions than with all state in host memory."""
 
 USE_OF = {
     Part.WEIGHTS: Use.WEIGHTS,
@@ -238,7 +239,9 @@ def pieces_in_steps(
 
 def direction_slots(model: ModelSpec, numerics: Numerics, policy: Policy) -> tuple[int, int]:
     """Number and bytes of the slots of directions in host memory, as many as any rank needs; (0, 0) if there are none.
-    Where ranks map each other's, which they do once, as many as any placement needs that a run may come to."""
+
+    Ranks that share memory map each other's slots once, so there are enough for any placement that the run may adopt.
+    """
     count = nbytes = 0
     for unit, placement, _ in units_alike(model, policy):
         slots = _direction_slots(layout_of(model.units[unit]).trained, model, numerics, policy, placement)
