@@ -150,6 +150,13 @@ def test_a_class_of_transformers_is_kept_where_it_has_the_rules_of_the_file(tmp_
     assert type(load_tokenizer(str(tmp_path))) is transformers.Qwen2Tokenizer
 
 
+def test_a_tokenizer_without_a_token_for_unknown_words_is_loaded(tmp_path: Path) -> None:
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>").save_pretrained(tmp_path)
+    assert encode_text(load_tokenizer(str(tmp_path)), "b a").tolist() == [1, 0]
+
+
 @given(st.lists(st.text(alphabet="aAbB éunkow<|>/s ")))
 def test_other_tokenizers_use_their_own_rules(texts: list[str]) -> None:
     tokenizer = word_tokenizer(eos_token="</s>")
