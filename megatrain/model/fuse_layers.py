@@ -49,7 +49,7 @@ from megatrain.model.ports import PortedModel, roots_of
 TOLERANCE = 2e-6
 """Largest difference that counts as rounding in float32, relative to the largest value."""
 ROWS = (3, 5)
-SCALES = (1e-4, 1e-3, 1.0, 30.0)
+SCALES = (1e-4, 1e-3, 1.0, 30.0, 1e4)
 """Of inputs: the smallest tell the epsilon of a norm, the largest a limit."""
 WIDTH = 24
 """Channels of a norm that any number would do for."""

@@ -112,6 +112,7 @@ class Mlp(nn.Module):
         "relu": (lambda a, b: functional.relu(a) * b, "MLP gated by relu"),
         "quick": (lambda a, b: a * torch.sigmoid(1.702 * a) * b, "MLP gated by quick_gelu"),
         "limited": (lambda a, b: functional.silu(a.clamp(max=7)) * b, None),
+        "limited far away": (lambda a, b: functional.silu(a) * b.clamp(-1000, 1000), None),
         "shifted": (lambda a, b: functional.silu(a) * (b + 1), "MLP gated by silu"),
         "shifted by another number": (lambda a, b: functional.silu(a) * (b + 2), None),
         "linear": (lambda a, b: a * b, None),
