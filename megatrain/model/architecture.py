@@ -99,7 +99,8 @@ def _refuse_lost_theta(stated: Mapping[str, Any], config: PreTrainedConfig, wher
             continue
         rope = fields.get("rope_parameters")
         if isinstance(rope, Mapping) and "rope_theta" in rope:
-            thetas = [rope["rope_theta"], fields.get("rope_theta", rope["rope_theta"])]
+            beside = fields.get("rope_theta")
+            thetas = [rope["rope_theta"], rope["rope_theta"] if beside is None else beside]
             read = (getattr(part, "rope_parameters", None) or {}).get("rope_theta")
             if read is not None and thetas != [read, read]:
                 what = (

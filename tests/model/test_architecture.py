@@ -97,3 +97,4 @@ def test_a_rope_theta_that_transformers_would_forget_is_refused(
         fields | {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}, where="model"
     )
     assert both.rope_parameters["rope_theta"] == 1e6
+    assert read_config(fields | {"rope_theta": None}, where="model").rope_parameters["rope_theta"] == 1e6
