@@ -381,9 +381,14 @@ class _FusedRotary:
         *turned, cos, sin = args
         fits = heads in self.heads and cos.shape == sin.shape and cos.dim() == 3 and not cos.requires_grad
         for x in turned if fits else ():
-            whole, token = self.turns(cos.shape[-1]) == x.shape[-1], 3 - heads
+            rest, token = x.shape[-1] - self.turns(cos.shape[-1]), 3 - heads
             fits = fits and x.dim() == 4 and x.dtype == cos.dtype == sin.dtype and cos.shape[1] == x.shape[token]
-            fits = fits and (whole or self.partial) and cos.shape[0] in (1, len(x)) and x.shape[-1] == args[0].shape[-1]
+            fits = (
+                fits
+                and (not rest or (self.partial and rest > 0))
+                and cos.shape[0] in (1, len(x))
+                and x.shape[-1] == args[0].shape[-1]
+            )
         return fits and len({len(x) for x in turned}) == 1
 
     def _angles(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

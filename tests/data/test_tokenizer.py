@@ -140,6 +140,9 @@ def test_a_tokenizer_has_the_rules_of_its_file(
     tokenizer = load_tokenizer(str(tmp_path))
     assert encode_text(tokenizer, text).tolist() == expected
     assert end_of_text_id(tokenizer) == splitting_tokenizer().eos_token_id
+    of_class = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for name in ("padding_side", "model_input_names"):
+        assert getattr(tokenizer, name) == getattr(of_class, name)
     save_tokenizer(tokenizer, tmp_path)
     assert encode_text(load_tokenizer(str(tmp_path)), text).tolist() == expected
 
