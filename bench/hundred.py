@@ -263,7 +263,7 @@ def plain_steps(run: Run, precision: Precision) -> dict[str, Any]:
             for name, gradient in zip(trained, torch.autograd.grad(loss, [*trained.values()]), strict=True):
                 sums[name] += gradient
         factors = {name: each.copies**0.5 * each.gradient_factor for name, each in repeated.items()}
-        norms.append(math.hypot(*(factors[name] * float(gradient.norm()) for name, gradient in sums.items())))
+        norms.append(math.hypot(*(factors[name] * float(gradient.double().norm()) for name, gradient in sums.items())))
         for name, gradient in sums.items():
             gradient *= 1.0 if run.clip is None else clip_scale(norms[-1], run.clip)
             masters[name].grad = gradient
