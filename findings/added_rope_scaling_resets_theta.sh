@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Adding `rope_scaling` to the config.json of a model that transformers 5 saved sets its rope theta back to 10000.
+# A `rope_scaling` added to a config.json that transformers 5 saved makes the model load with the default rope theta, 10000.
 #
 # Versions: transformers 5.23.0.
 # Expected: the scaling, with the theta of the file, as for files of transformers 4. Model cards ask for exactly this edit to extend

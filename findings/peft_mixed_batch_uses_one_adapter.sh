@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# PEFT takes a list of adapters for the rows of a batch from any method, and for most methods computes every row with the active one.
+# PEFT takes an adapter's name for each row of a batch, whatever the adapters' type, and for most types computes all rows with the active one.
 #
 # Versions: peft 0.21.2, transformers 5.23.0, torch 2.13.0.
 # Expected: `model(..., adapter_names=["__base__", "first", "second"])` gives each row the logits that its adapter gives it alone, or raises,

@@ -276,7 +276,7 @@ def _from_pretrained(name: str, *, local: bool) -> Tokenizer:
     # For a folder with a model configuration only, transformers silently builds an empty vocabulary.
     if tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():
         raise DataError("holds no tokenizer, or an empty one", where=name, fix=fix)
-    return tokenizer if _has_rules_of_its_file(tokenizer, name) else _as_its_file_says(tokenizer, name)
+    return tokenizer if _has_rules_of_its_file(tokenizer, name) else _with_rules_of_its_file(tokenizer, name)
 
 
 PROBE = " A  b\t'll I'M the1234567 x=Yy9;\r\n\n  é e\u0301 ﬁ Ⅳ ½ 漢字かな🎉\u00a0… don\u2019t </s>  \n "
@@ -309,7 +309,7 @@ def _encoded_probe(rules: tokenizers.Tokenizer) -> tuple[list[str], list[int]]:
         return pieces, []
 
 
-def _as_its_file_says(tokenizer: Tokenizer, name: str) -> Tokenizer:
+def _with_rules_of_its_file(tokenizer: Tokenizer, name: str) -> Tokenizer:
     """The tokenizer with the rules of its tokenizer.json, and all else as its class and tokenizer_config.json say."""
     from transformers import PreTrainedTokenizerFast
 

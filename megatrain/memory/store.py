@@ -107,17 +107,14 @@ class Store:
         if field.start >= unit.layout.trained.size and not is_fixed:
             self._frozen_sum = None
         self.rounded.discard(name)
-        for piece in self.owned.within(unit.layout, field.start, field.stop):
-            origin = piece.at - (piece.start - field.start)  # of the parameter, in the rank's own elements
-            ranges_of = unit.ranges(Part.WEIGHTS, piece.own.start, piece.own.stop)
-            reads = ((begin, partial(read, begin - origin, end - origin)) for begin, end in ranges_of)
-            for start, part in read_ahead(reads):
-                new = part.to(device="cpu", dtype=torch.float32).contiguous().numpy()
-                if is_fixed and not np.array_equal(new, unit.masters(start, start + new.size)):
-                    fix = "place its weights in host memory or on the disk"
-                    raise ModelError("is read from the model's files, but they hold other values", where=name, fix=fix)
-                if not is_fixed and unit.set_masters(start, new):
-                    self.rounded.add(name)
+        shares = unit.ranges_of(field, self.owned, Part.WEIGHTS)
+        for start, part in read_ahead((start, partial(read, begin, end)) for start, begin, end in shares):
+            new = part.to(device="cpu", dtype=torch.float32).contiguous().numpy()
+            if is_fixed and not np.array_equal(new, unit.masters(start, start + new.size)):
+                fix = "place its weights in host memory or on the disk"
+                raise ModelError("is read from the model's files, but they hold other values", where=name, fix=fix)
+            if not is_fixed and unit.set_masters(start, new):
+                self.rounded.add(name)
 
     def view(self, name: str) -> Tensor | None:
         """A parameter in place in host memory, float32 or the bfloat16 nearest to its master, in its shape.

@@ -34,7 +34,7 @@ from megatrain.schedule import Access, Buffer
 from megatrain.schedule.contents import Scratch
 from megatrain.schedule.passes.state_buffers import reads_files, spare_nbytes, state_name
 from megatrain.spec import ModelSpec, Part, Placement, Precision, Tier
-from megatrain.spec.layout import Layout, layout_of
+from megatrain.spec.layout import Field, Layout, Ownership, layout_of
 
 PARTS = (Part.WEIGHTS, Part.LOW_BITS, Part.MOMENTS)
 """The parts of a unit between steps, except deferred gradients."""
@@ -97,8 +97,8 @@ class UnitState:
     def ranges(self, part: Part, start: int, stop: int, number: int = 0) -> Iterator[tuple[int, int]]:
         """Split elements [start, stop) of a part into ranges of at most `AT_ONCE`, to be written in this order.
 
-        None has trained and frozen elements. On the disk, ranges end where blocks end, so that no block is written
-        twice. number: as in `write`.
+        None has both trained and frozen elements. If the part is on the disk, every range but the last ends with a
+        block of the disk, so that no block is written twice. number: as in `write`.
         """
         name, nbytes, first = self._name(part), self._dtypes[part].itemsize, self._state_starts[number]
         while start < stop:
@@ -109,6 +109,14 @@ class UnitState:
                 end = block_start if block_start > start else end
             yield start, end
             start = end
+
+    def ranges_of(self, field: Field, owned: Ownership, part: Part, number: int = 0) -> Iterator[tuple[int, int, int]]:
+        """(start, begin, end) of each of the `ranges` of a rank's share of a parameter: elements [begin, end) of the
+        parameter lie in the part from element `start` on."""
+        for piece in owned.within(self.layout, field.start, field.stop):
+            origin = piece.at - (piece.start - field.start)  # of the parameter, in the rank's own elements
+            for start, stop in self.ranges(part, piece.own.start, piece.own.stop, number):
+                yield start, start - origin, stop - origin
 
     def read(self, part: Part, start: int, stop: int, number: int = 0, out: np.ndarray | None = None) -> np.ndarray:
         """Elements [start, stop) of a part: a view where they are in host memory, else a copy.

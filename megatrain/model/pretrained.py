@@ -197,7 +197,7 @@ class PretrainedSource:
 
         Writing to it does not change the file. Raises `ModelError` for files that cannot be read.
         """
-        target, keys = self._held[name]
+        target, keys = self._sources[name]
         if target in self._renamed:
             with torch.inference_mode(False), self._shards.open(keys, dtype) as slices:
                 value: Tensor = slices[keys[0]][...]
@@ -206,7 +206,7 @@ class PretrainedSource:
             return values[target].to(dtype)
 
     @cached_property
-    def _held(self) -> dict[str, tuple[str, Sequence[str]]]:
+    def _sources(self) -> dict[str, tuple[str, Sequence[str]]]:
         """Parameter name -> (the name by which the files know it, names of the tensors in the files that make it).
 
         Of several names, one that is only renamed (`_renamed`) is preferred.
@@ -225,7 +225,7 @@ class PretrainedSource:
         """
         alike, files, others = dict[str, bool](), dict[str, tuple[FileBytes, ...]](), dict[str, str]()
         for name in names:
-            target, keys = self._held.get(name, (name, []))
+            target, keys = self._sources.get(name, (name, []))
             plain = target in self._renamed
             others[name] = self._why_not(name, keys, dtype)
             if others[name]:
@@ -257,7 +257,7 @@ class PretrainedSource:
     def by_ranges(self, name: str) -> InRuns | None:
         """A parameter's values, for reading by ranges; `None` if that takes more than moving elements of tensors in
         safetensors files (quantized ones, say)."""
-        target, keys = self._held.get(name, (name, []))
+        target, keys = self._sources.get(name, (name, []))
         headers = {key: self._shards.headers[key] for key in keys}
         if any(header.dtype not in DTYPES or header.place is None for header in headers.values()):
             return None
@@ -303,7 +303,7 @@ class PretrainedSource:
     def _fills_by_ranges(self, name: str, masters: MastersByRange) -> bool:
         """Write a large parameter, or one that the library assembles, where a rank wants a part of it; whether it was
         one and could be read so."""
-        is_assembled = name not in self._held or self._held[name][0] not in self._renamed
+        is_assembled = name not in self._sources or self._sources[name][0] not in self._renamed
         is_large = 4 * self.model.get_parameter(name).numel() > BATCH_NBYTES
         values = self.by_ranges(name) if is_large or (masters.is_shared and is_assembled) else None
         if values is not None:

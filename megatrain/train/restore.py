@@ -167,13 +167,11 @@ def _moments(
         for field in unit.layout.trained.fields:
             arrays = of[field.name].state if _goes_on(checkpoint, optimizer, of[field.name]) else ()
             saved = [tensor.numpy().reshape(-1) for tensor in checkpoint.moments(field.name, arrays)]
-            for piece in store.owned.within(unit.layout, field.start, field.stop):
-                origin = piece.at - (piece.start - field.start)  # of the parameter, in the rank's own elements
-                for number in range(len(of[field.name].state)):
-                    for start, stop in unit.ranges(Part.MOMENTS, piece.own.start, piece.own.stop, number):
-                        zeros = partial(np.zeros, stop - start, np.float32)
-                        read = saved[number][start - origin : stop - origin].copy if saved else zeros
-                        yield partial(unit.write, Part.MOMENTS, start, number=number), read
+            for number in range(len(of[field.name].state)):
+                for start, begin, end in unit.ranges_of(field, store.owned, Part.MOMENTS, number):
+                    zeros = partial(np.zeros, end - begin, np.float32)
+                    read = saved[number][begin:end].copy if saved else zeros
+                    yield partial(unit.write, Part.MOMENTS, start, number=number), read
 
 
 def missed_in(checkpoint: Checkpoint, spec: ModelSpec, optimizer: Optimizer) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """Lists what is fused in the layers of each architecture that the tests compare, and what keeps the library's code.
 
-    python -m bench.fused_types [--types NAME ...] [--brief] [--json FILE]
+    python -m bench.fused_architectures [--types NAME ...] [--brief] [--json FILE]
 
 For the twin of a type (`model.tiny`): how many norms, rotary embeddings and gated activations are fused, how many are
 not, and the kernels that its layers launch, forward and backward, before and after. Then, in how many types each part

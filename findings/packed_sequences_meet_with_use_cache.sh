@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Packed rows see each other as soon as a model keeps keys and values, which it does unless told not to.
+# Packed sequences attend to each other where `use_cache` is on, which is the default.
 #
 # Versions: transformers 5.23.0, torch 2.13.0.
 # Expected: a batch of `DataCollatorWithFlattening` has the loss of its rows, each by itself: positions that start again part the rows in
