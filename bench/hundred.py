@@ -1,7 +1,7 @@
 """Trains a model of any size from disk and compares it with a small model that has the same answers.
 
     python -m bench.hundred --parameters 105e9 --folder FOLDER [--precision bf16|fp32] [--experts N]
-                            [--lora | --muon] [--clip NORM] [--times N] [--json FILE]
+                            [--lora | --muon | --known-checkpoint] [--clip NORM] [--times N] [--json FILE]
     python -m bench.hundred --parameters 1e9 2e9 --times 16 --folder FOLDER [...]
 
 A narrow Llama (with `--experts` a Mixtral) is repeated over its width until it has about so many parameters: the same
@@ -13,6 +13,10 @@ of the wide one must be. Four parts follow each other, each in a process of its 
     narrow   plain PyTorch trains the narrow model for three steps
     steps    `Engine.from_pretrained` reads the folder, takes two steps of AdamW and saves a checkpoint
     resumed  `Engine.from_checkpoint` takes the third step, and exports the model
+
+With `--known-checkpoint` the first and third parts write no model and take no steps: the checkpoint after two steps is
+made of the narrow model's weights and moments, by the functions with which an engine saves. So a machine that is lent
+for too few hours can resume at a size at which another day has stepped and saved.
 
 Losses and norms are compared, and rows of every tensor of the checkpoint and of the export, chosen at random: by the
 error of what training has changed, relative to it, in the root mean square, for the worst tensor. What is divided by
@@ -45,18 +49,22 @@ import random
 import subprocess
 import sys
 import time
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from numpy.typing import NDArray
 from peft import get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -65,15 +73,18 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from bench.tiers import peak_nbytes
 from megatrain import AdamW, Engine, Muon, Policy
+from megatrain.checkpoint.run_state import read_training
+from megatrain.checkpoint.save import CheckpointFacts, PlannedCheckpoint, StateReader, write_checkpoint
 from megatrain.engine import DTYPES
 from megatrain.formatting import amount, duration
 from megatrain.memory import Disk
-from megatrain.model import lora_config
+from megatrain.model import lora_config, port_model
 from megatrain.model.skeleton import blueprint
 from megatrain.model.tiny import perturb, with_width
 from megatrain.model.wide import Repeated, WideModel, find_recipe, group_of
 from megatrain.optim.clip import clip_scale
 from megatrain.spec import Placement, Precision, Tier, Work
+from megatrain.spec.layout import Layout, layout_of
 from megatrain.system.paths import compresses_what_is_not_preallocated, written_whole
 from megatrain.train.parity import stock_loss
 from tests.tiny import tiny_model
@@ -100,6 +111,8 @@ LEAST: Mapping[Precision, tuple[float, float, float]] = {"bf16": (2e-3, 1e-2, 0.
 ROUNDING = 2.0
 """How many times as far from float32 as the narrow model in the same precision the wide one may be."""
 PARTS = ("files", "narrow", "steps", "resumed")
+SAVED_STEP = 2
+"""After which the checkpoint is."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +125,7 @@ class Run:
     experts: int = 0
     lora: bool = False
     muon: bool = False
+    known_checkpoint: bool = False
     clip: float | None = None
     times: int = 0
 
@@ -172,6 +186,11 @@ class Run:
         """Where the narrow model is after so many steps that were computed in a precision."""
         return self.folder / "narrow" / (f"{precision}-{step}" if step else "begin")
 
+    @property
+    def moments(self) -> Path:
+        """The narrow model's after the step that is saved."""
+        return self.files(SAVED_STEP).with_suffix(".moments")
+
     def _numel(self, layers: int) -> int:
         config: PreTrainedConfig = with_width(self.model(layers).config, Fraction(self.repetitions))
         return int(blueprint(config).num_parameters())
@@ -186,7 +205,9 @@ def write_files(run: Run) -> dict[str, Any]:
     trained = _adapted(run) if run.lora else run.narrow
     trained.save_pretrained(run.files(0))
     run.narrow.save_pretrained(base)
-    write_wide(run, base, run.folder / "model", DTYPES[run.precision] if run.lora else torch.bfloat16)
+    (run.folder / "model").mkdir(exist_ok=True)
+    if not run.known_checkpoint:
+        write_wide(run, base, run.folder / "model", DTYPES[run.precision] if run.lora else torch.bfloat16)
     run.wide.config.save_pretrained(run.folder / "model")
     if run.lora:
         write_wide(run, run.files(0), run.folder / "adapter", torch.float32)
@@ -274,18 +295,63 @@ def plain_steps(run: Run, precision: Precision) -> dict[str, Any]:
             for optimizer in optimizers:
                 optimizer.step()
         kept.save_pretrained(run.files(step, precision))
+        if (step, precision) == (SAVED_STEP, "fp32") and run.known_checkpoint:
+            (adamw,) = optimizers
+            moments = {name: adamw.state[masters[name]] for name in trained}
+            state = {f"{name}.{array}": each[f"exp_avg{of}"] for name, each in moments.items()
+                     for array, of in zip(AdamW.STATE, ("", "_sq"), strict=True)}  # fmt: skip
+            save_file(state, run.moments)
     return {"losses": losses, "norms": norms}
+
+
+class KnownState:
+    """The wide model's masters and moments after the step that is saved, by ranges."""
+
+    def __init__(self, run: Run, layouts: Sequence[Layout]) -> None:
+        self._layouts, self._repeated = layouts, run.wide.parameters
+        masters, moments = tensors_in(run.files(SAVED_STEP)), load_file(run.moments)
+        self._arrays = [masters, *({name: moments[f"{name}.{array}"] for name in masters} for array in AdamW.STATE)]
+
+    def __call__(self, unit: int, array: int, start: int, stop: int) -> NDArray[np.float32]:
+        """Elements [start, stop) of one array of a unit (`StateReader.read`), all of one parameter."""
+        fields = self._layouts[unit].fields
+        field = fields[bisect_right(fields, start, key=attrgetter("start")) - 1]
+        repeated = self._repeated[field.name]
+        factor = repeated.gradient_factor**array if array else repeated.factor
+        of_copies = replace(repeated, factor=factor)
+        return of_copies.values(self._arrays[array][field.name], start - field.start, stop - field.start).numpy()
+
+
+def write_known_checkpoint(run: Run) -> dict[str, Any]:
+    """The checkpoint after two steps, of the narrow model's numbers."""
+    began = time.perf_counter()
+    with Engine.from_pretrained(run.files(0), optimizer=_optimizer(run), precision=run.precision) as engine:
+        for step in range(1, SAVED_STEP + 1):
+            engine.step(run.batches(step))
+        training = read_training(engine.save(run.folder / "narrow").wait())  # settings, which do not know the width
+    planned = PlannedCheckpoint(port_model(run.wide.model, DTYPES[run.precision]))
+    layouts = [layout_of(unit) for unit in planned.spec.units]
+    facts = CheckpointFacts(SAVED_STEP, training)
+    checkpoint = write_checkpoint(
+        run.folder / "checkpoints", planned, StateReader(KnownState(run, layouts), layouts), facts
+    )
+    told = {"checkpoint_nbytes": sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())}
+    return {**told, "writing_seconds": time.perf_counter() - began, "losses": [], "norms": []} | compared(
+        run, checkpoint, SAVED_STEP
+    )
 
 
 def take_steps(run: Run) -> dict[str, Any]:
     """Two steps from the model's files, and a checkpoint."""
+    if run.known_checkpoint:
+        return write_known_checkpoint(run)
     source = run.folder / ("adapter" if run.lora else "model")
     with (
         measured(run) as (told, disk, began),
         Engine.from_pretrained(source, optimizer=_optimizer(run), **_options(run, disk)) as engine,
     ):
         told["loading_seconds"] = began()
-        told.update(_stepped(run, engine, disk, (1, 2)))
+        told.update(_stepped(run, engine, disk, range(1, SAVED_STEP + 1)))
         began()
         checkpoint = engine.save(run.folder / "checkpoints").wait()
         told["saving_seconds"] = began()
@@ -293,7 +359,7 @@ def take_steps(run: Run) -> dict[str, Any]:
         for (tier, _), nbytes in engine.diagnostics.memory_table().items():
             told["memory"][tier] += nbytes
     told["checkpoint_nbytes"] = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
-    return told | compared(run, checkpoint, 2)
+    return told | compared(run, checkpoint, SAVED_STEP)
 
 
 def resume(run: Run) -> dict[str, Any]:
@@ -301,6 +367,7 @@ def resume(run: Run) -> dict[str, Any]:
     (checkpoint,) = (run.folder / "checkpoints").glob("step-*")
     with measured(run) as (told, disk, began), Engine.from_checkpoint(checkpoint, **_options(run, disk)) as engine:
         told["loading_seconds"] = began()
+        print(f"  loaded in {duration(told['loading_seconds'])}", flush=True)
         told.update(_stepped(run, engine, disk, (3,)))
         began()
         export = engine.save_pretrained(run.folder / "export")
@@ -433,7 +500,8 @@ def verdict(run: Run, parts: Mapping[str, Any]) -> dict[str, Any]:
     known, computed = parts["narrow"], [parts[name] for name in ("steps", "resumed")]
     told: dict[str, Any] = {"holds": max(part["to_rounding"] for part in computed) <= 1}
     for name, least in zip(("losses", "norms"), LEAST[run.precision][:2], strict=True):
-        errors = _relative([number for part in computed for number in part[name]], known[name])
+        numbers = [number for part in computed for number in part[name]]
+        errors = _relative(numbers, known[name][-len(numbers) :])  # no step led to a known checkpoint
         told["holds"] &= max(errors) <= max(least, ROUNDING * max(known["rounding"][name]))
         told[f"errors_of_{name}"] = errors
     return told | {"error_of_change": max(part["error_of_change"] for part in computed)}
@@ -471,6 +539,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--lora", action="store_true", help="train an adapter, with the model's weights in its files")
     what.add_argument("--muon", action="store_true", help="update the matrices of layers by Muon, all else by AdamW")
+    what.add_argument(
+        "--known-checkpoint", action="store_true", help="resume from one made of the narrow model's numbers"
+    )
     parser.add_argument("--clip", type=float, help="by the global norm")
     parser.add_argument("--times", type=int, default=0, help="how often the narrow model is repeated")
     parser.add_argument("--json", type=Path, help="another place for the results")
@@ -504,7 +575,7 @@ def in_its_process(run: Run, name: str) -> None:
     run.folder.mkdir(parents=True, exist_ok=True)
     if name not in results_in(run)["parts"]:
         print(f"{name} of {run.parameters:g} ...", flush=True)
-        given = {f"--{name}": value for name, value in (run.asked | {"folder": run.folder}).items()}
+        given = {f"--{name.replace('_', '-')}": value for name, value in (run.asked | {"folder": run.folder}).items()}
         words = [str(word) for name, value in given.items() if value for word in (name, value)[: 2 - (value is True)]]
         subprocess.run([sys.executable, "-m", "bench.hundred", *words, "--part", name], check=True)
     print(f"{name}: {shown(results_in(run)['parts'][name])}", flush=True)
