@@ -54,6 +54,28 @@ def test_a_small_one_follows_the_narrow_model_and_an_error_in_one_row_is_found(
         assert (found["worst"], found["farthest"], found["to_rounding"] > 1) == (name, name, True)
 
 
+def test_a_checkpoint_of_the_narrow_models_numbers_is_that_which_two_steps_lead_to(tmp_path: Path) -> None:
+    stepped, known = (
+        Run(1e6, tmp_path / name, precision="fp32", times=2, known_checkpoint=name == "known")
+        for name in ("two", "known")
+    )
+    losses = [held(run)["parts"]["resumed"]["losses"] for run in (stepped, known)]
+    assert results_in(known)["holds"]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    for pattern in ("*.safetensors", "optimizer/*.safetensors"):
+        one, other = (
+            {
+                name: value
+                for file in run.folder.glob(f"checkpoints/step-*/{pattern}")
+                for name, value in load_file(file).items()
+            }
+            for run in (stepped, known)
+        )
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            assert (value - other[name]).norm() <= 1e-4 * value.norm(), name
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "asked",
