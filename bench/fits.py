@@ -153,12 +153,7 @@ def adapters_table() -> list[str]:
 
 # Bases in their files -------------------------------------------------------------------------------------------------
 
-LARGE = (
-    "meta-llama/Llama-3.3-70B-Instruct",
-    "openai/gpt-oss-120b",
-    "Qwen/Qwen3-235B-A22B",
-    "deepseek-ai/DeepSeek-V3",
-)
+LARGE = ("meta-llama/Llama-3.3-70B-Instruct", "openai/gpt-oss-120b", "Qwen/Qwen3-235B-A22B", "deepseek-ai/DeepSeek-V3")
 HOSTS = (64, 128)
 
 
@@ -217,11 +212,7 @@ def floors_table() -> list[str]:
 
 # Muon beside AdamW ----------------------------------------------------------------------------------------------------
 
-BY_MUON = (
-    ("meta-llama/Llama-3.1-8B", 64),
-    ("Qwen/Qwen3-32B", 128),
-    ("meta-llama/Llama-3.3-70B-Instruct", 128),
-)
+BY_MUON = (("meta-llama/Llama-3.1-8B", 64), ("Qwen/Qwen3-32B", 128), ("meta-llama/Llama-3.3-70B-Instruct", 128))
 """Model, and GB of host memory beside an RTX 4090 and the drive that is described with it."""
 STAYS = (Use.WEIGHTS, Use.OPTIMIZER_STATE, Use.GRADIENTS, Use.DIRECTIONS)
 

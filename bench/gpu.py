@@ -419,12 +419,7 @@ def zero(name: str, size: Size, hardware: Hardware) -> Part:
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
-        "zero_optimization": {
-            "stage": 3,
-            "overlap_comm": True,
-            "offload_param": place,
-            "offload_optimizer": place,
-        },
+        "zero_optimization": {"stage": 3, "overlap_comm": True, "offload_param": place, "offload_optimizer": place},
     }
     engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
     work = on_device(size)

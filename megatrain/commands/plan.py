@@ -43,13 +43,7 @@ from megatrain.plan import (
 )
 from megatrain.plan.cost import duplex_disk_bandwidths, product_flops
 from megatrain.plan.estimates import gc_paused
-from megatrain.plan.measured_models import (
-    built_in,
-    known_name,
-    measured_file,
-    recall,
-    remember,
-)
+from megatrain.plan.measured_models import built_in, known_name, measured_file, recall, remember
 from megatrain.plan.placement import host_nbytes
 from megatrain.plan.ranks import limits_of_machine
 from megatrain.plan.report import (

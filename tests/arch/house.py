@@ -54,10 +54,7 @@ HOMES: dict[str, tuple[tuple[str, ...], str]] = {
     "yaml": (("config",), "the user's file ends there; beyond it are typed values"),
     "pydantic": (("config",), "the user's file ends there; beyond it are typed values"),
     "typer": (("cli",), "arguments end there"),
-    "rich": (
-        ("cli", "commands", "run", "train.progress"),
-        "the terminal: tables, a line",
-    ),
+    "rich": (("cli", "commands", "run", "train.progress"), "the terminal: tables, a line"),
     "tensorboard": (("train",), "metrics leave there"),
     "torch.utils.tensorboard": (("train",), "metrics leave there"),
     "wandb": (("train.metrics",), "metrics leave there, where the user asks for it"),
@@ -83,14 +80,10 @@ VAGUE_NAMES = ("utils", "util", "common", "core", "helpers", "misc")
 MAX_FUNCTION_LINES = 70
 MAX_FILE_LINES = 800  # a file is a concept: it is split for one, never for a line count
 MAX_METHODS = 20
-LARGE_CLASSES = {
-    "train.engine.Engine": 25,
-}
+LARGE_CLASSES = {"train.engine.Engine": 25}
 """Methods of the classes that are larger. A class leaves the table as it shrinks, and none comes in."""
 MAX_PARAMETERS = 7
-WIDE_FUNCTIONS = {
-    "train.device_adamw_triton._adamw": 19,
-}
+WIDE_FUNCTIONS = {"train.device_adamw_triton._adamw": 19}
 """Parameters of the functions that have more. As above."""
 COMMAND_LINES = ("cli",)  # where a function's parameters are the options of a command
 FILLER_LINES = 2

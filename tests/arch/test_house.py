@@ -15,10 +15,7 @@ Check = Callable[[House], Iterator[str]]
 # Check -> houses that break it: the files in the package (path: text), and what the complaint must say.
 BAD_HOUSES: dict[Check, list[tuple[dict[str, str], str]]] = {
     house.imports_point_down: [
-        (
-            {"spec/layout.py": "from megatrain.train import loop", "train/loop.py": ""},
-            "imports train.loop of floor 5",
-        ),
+        ({"spec/layout.py": "from megatrain.train import loop", "train/loop.py": ""}, "imports train.loop of floor 5"),
         ({"plan/cost.py": "from megatrain.memory import pool", "memory/pool.py": ""}, "imports memory.pool"),
         ({"plan/cost.py": "from ..memory.pool import Pool", "memory/pool.py": ""}, "imports memory.pool"),
         (
@@ -26,10 +23,7 @@ BAD_HOUSES: dict[Check, list[tuple[dict[str, str], str]]] = {
             "imports run.data of floor 6",
         ),
         ({"optim/lr.py": "def f():\n    import megatrain.data", "data/__init__.py": ""}, "lr.py:2: floor 2"),
-        (
-            {"plan/cost.py": "from megatrain import __version__", "__init__.py": ""},
-            "imports __init__ of floor 8",
-        ),
+        ({"plan/cost.py": "from megatrain import __version__", "__init__.py": ""}, "imports __init__ of floor 8"),
         ({"attic/box.py": ""}, "'attic' is on no floor"),
     ],
     house.imports_make_no_circle: [
@@ -43,17 +37,11 @@ BAD_HOUSES: dict[Check, list[tuple[dict[str, str], str]]] = {
         )
     ],
     house.torch_free_rooms_reach_no_torch: [
-        (
-            {"plan/cost.py": "def f():\n    from torch import nn"},
-            "cost.py:2: torch-free, but imports torch.nn",
-        ),
+        ({"plan/cost.py": "def f():\n    from torch import nn"}, "cost.py:2: torch-free, but imports torch.nn"),
         ({"plan/cost.py": "from megatrain.device import cpu", "device/cpu.py": ""}, "megatrain.device.cpu"),
     ],
     house.foreign_libraries_stay_home: [
-        (
-            {"engine/step.py": "import transformers.models as m"},
-            "step.py:1: transformers belongs in model or",
-        ),
+        ({"engine/step.py": "import transformers.models as m"}, "step.py:1: transformers belongs in model or"),
         ({"data/pack.py": "from transformers import AutoTokenizer"}, "or data.tokenizer"),
         ({"device/cpu.py": "import torch\ntorch.cuda.synchronize()"}, "cpu.py:2: torch.cuda belongs"),
         ({"device/cpu.py": "from torch import cuda as c"}, "torch.cuda belongs in device.cuda"),
@@ -77,10 +65,7 @@ BAD_HOUSES: dict[Check, list[tuple[dict[str, str], str]]] = {
     ],
     house.every_test_folder_has_a_room: [({"../tests/attic/test_box.py": ""}, "tests/attic")],
     house.public_names_are_declared: [
-        (
-            {"plan/__init__.py": "from megatrain.plan.cost import price", "plan/cost.py": ""},
-            "without an __all__",
-        ),
+        ({"plan/__init__.py": "from megatrain.plan.cost import price", "plan/cost.py": ""}, "without an __all__"),
         ({"spec.py": "__all__ = ['A', 'B']\nclass A: pass"}, "names 'B'"),
     ],
     house.modules_are_named_for_what_they_do: [({"plan/utils.py": ""}, "'utils' says nothing")],
@@ -108,7 +93,7 @@ BAD_HOUSES: dict[Check, list[tuple[dict[str, str], str]]] = {
         ({"spec.py": "def f():\n    def g(a, b, c, d, e, f, g, **h): pass"}, "spec.f.g has 8 parameters"),
     ],
     house.paths_of_users_become_paths_in_one_place: [
-        ({"report.py": "path = Path(html).expanduser()"}, "report.py:1: a user's path becomes one by system."),
+        ({"report.py": "path = Path(html).expanduser()"}, "report.py:1: a user's path becomes one by system.")
     ],
     house.the_tree_of_rooms_is_whole: [
         (
@@ -116,10 +101,7 @@ BAD_HOUSES: dict[Check, list[tuple[dict[str, str], str]]] = {
             "lacks data/",
         ),
         ({"../CONTRIBUTING.md": "```\nmegatrain/\n  gone.py  words\n```", "cli.py": ""}, "gone.py does not exist"),
-        (
-            {"../CONTRIBUTING.md": "```\nmegatrain/\n  a.py  1\n  a.py  2\n```", "a.py": ""},
-            "names a.py twice",
-        ),
+        ({"../CONTRIBUTING.md": "```\nmegatrain/\n  a.py  1\n  a.py  2\n```", "a.py": ""}, "names a.py twice"),
         ({"../CONTRIBUTING.md": "No tree here.\n", "spec/work.py": ""}, "the tree lacks spec/"),
     ],
 }

@@ -22,17 +22,7 @@ from megatrain.schedule import Schedule
 from megatrain.spec import Policy
 from megatrain.train import schedule_cache
 from tests import standin_cuda
-from tests.integration.test_ranks import (
-    MUON,
-    POLICIES,
-    SHARDS,
-    UNCLIPPED,
-    Trained,
-    batches_of,
-    of_rank,
-    same,
-    trained,
-)
+from tests.integration.test_ranks import MUON, POLICIES, SHARDS, UNCLIPPED, Trained, batches_of, of_rank, same, trained
 from tests.rank_processes import STANDIN, RankProcesses
 from tests.tiny import tiny_model
 

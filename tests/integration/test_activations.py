@@ -254,10 +254,7 @@ def test_a_step_whose_inputs_fail_on_the_disk_leaves_it_usable(device: str, tmp_
             with pytest.raises(error, match="offloaded inputs of model"):
                 made.step(unequal_batches())
             assert equal(made.master_weights(), before)
-        with (
-            pytest.raises((KeyboardInterrupt, StreamFailed)),
-            pytest.MonkeyPatch.context() as patched,
-        ):
+        with pytest.raises((KeyboardInterrupt, StreamFailed)), pytest.MonkeyPatch.context() as patched:
             patched.setattr(made.parts.pool.disk, "read_together", Mock(side_effect=KeyboardInterrupt))
             made.step(unequal_batches())
         made.step(unequal_batches())

@@ -289,10 +289,7 @@ REFUSED: dict[str, tuple[Alter, str]] = {
         lambda m: setattr(m.model.layers[2].mlp.up_proj, "weight", m.model.layers[0].mlp.up_proj.weight),
         r"layers share a parameter: model\.layers\.2\.mlp\.up_proj\.weight is",
     ),
-    "two parameters in one memory": (
-        in_one_memory,
-        r"lm_head\.weight shares memory with model\.embed_tokens\.weight",
-    ),
+    "two parameters in one memory": (in_one_memory, r"lm_head\.weight shares memory with model\.embed_tokens\.weight"),
     "a layer without parameters": (without_parameters, r"its layer model\.layers\.1 has no parameters"),
     "a hook that reads where gradients are wanted": (
         reads_with_a_graph,

@@ -233,10 +233,7 @@ def test_a_step_takes_any_iterable_of_mappings(engine: Engine) -> None:
         ([{key: value.to("meta") for key, value in batch(1, 4, 0).items()}], "input_ids has no values .meta device."),
         ([{**batch(1, 4, 0), "labels": torch.ones(1, 4, dtype=torch.long, device="meta")}], "labels has no values"),
         ([{**batch(1, 4, 0), "attention_mask": torch.ones(1, 4, device="meta")}], "attention_mask has no values"),
-        (
-            [{**batch(1, 4, 0), "attention_mask": "x"}],
-            "micro-batch 0: attention_mask is a str, and input_ids",
-        ),
+        ([{**batch(1, 4, 0), "attention_mask": "x"}], "micro-batch 0: attention_mask is a str, and input_ids"),
         ([{**batch(2, 4, 0), "attention_mask": torch.ones(4)}], r"attention_mask is torch.float32\[4\]"),
         ([{**batch(2, 4, 0), "attention_mask": torch.ones(3, 4)}], r"attention_mask is torch.float32\[3, 4\]"),
         ([{**batch(2, 4, 0), "attention_mask": np.ones((2, 4))}], "attention_mask is a ndarray"),
@@ -247,23 +244,11 @@ def test_a_step_takes_any_iterable_of_mappings(engine: Engine) -> None:
             [{**batch(1, 4, 0), "position_ids": torch.arange(4)[None] + 1000}],
             "position_ids go up to 1,003, but the model",
         ),
-        (
-            [{**batch(1, 4, 0), "attention_mask": torch.tensor([[1, 1, 2, 2]])}],
-            "contains 2; .* position_ids",
-        ),
+        ([{**batch(1, 4, 0), "attention_mask": torch.tensor([[1, 1, 2, 2]])}], "contains 2; .* position_ids"),
         ([{**batch(1, 4, 0), "attention_mask": torch.tensor([[-1e9, 0, 0, 0]])}], "attention_mask contains -1e.09"),
-        (
-            [{**batch(1, 4, 0), "attention_mask": torch.ones(1, 1, 4, 4).long()}],
-            r"torch.int64\[1, 1, 4",
-        ),
-        (
-            [{**batch(2, 4, 0), "attention_mask": torch.ones(2, 1, 3, 4) > 0}],
-            r"torch.bool\[2, 1, 3, 4",
-        ),
-        (
-            [{**batch(2, 4, 0), "attention_mask": torch.ones(3, 1, 4, 4) > 0}],
-            r"torch.bool\[3, 1, 4, 4",
-        ),
+        ([{**batch(1, 4, 0), "attention_mask": torch.ones(1, 1, 4, 4).long()}], r"torch.int64\[1, 1, 4"),
+        ([{**batch(2, 4, 0), "attention_mask": torch.ones(2, 1, 3, 4) > 0}], r"torch.bool\[2, 1, 3, 4"),
+        ([{**batch(2, 4, 0), "attention_mask": torch.ones(3, 1, 4, 4) > 0}], r"torch.bool\[3, 1, 4, 4"),
         ([{**batch(1, 4, 0), "position_ids": torch.ones(1, 4) > 0}], r"position_ids is torch.bool\[1, 4\]"),
         ([{**batch(1, 4, 0), "position_ids": torch.arange(4.0)[None]}], r"position_ids is torch.float32\[1, 4\]"),
         ([{**batch(1, 4, 0), "position_ids": torch.arange(4)[None] - 1}], "position_ids contains -1; give"),
@@ -528,11 +513,7 @@ def test_what_is_no_model_is_refused_with_what_to_pass() -> None:
         (makes, "gpt2", "model str: not a transformers model; pass an AutoModelForCausalLM"),
         (Engine.from_pretrained, model, "is a LlamaForCausalLM, not a path; .* Engine.from_model"),
         (Engine.from_pretrained, None, "is a NoneType, not a path; name a file or a folder"),
-        (
-            lambda given: Engine.from_config(model.config, freeze=given),
-            "*embed*",
-            "freeze: .*embed.* is not valid",
-        ),
+        (lambda given: Engine.from_config(model.config, freeze=given), "*embed*", "freeze: .*embed.* is not valid"),
     ]
     for call, given, says in cases:
         with pytest.raises(MegaTrainError, match=says):
@@ -572,16 +553,8 @@ def test_engine_query_arguments_are_checked(engine: Engine, tmp_path: Path) -> N
         (lambda: ours.generate(ids, [[1] * 4]), BatchError, "generate: attention_mask is no"),
         (lambda: ours.step(unequal_batches(), lr="1e-3"), ConfigError, "lr: '1e-3' is not valid"),
         (lambda: ours.logits([ids]), BatchError, "logits: is a list, not a mapping"),
-        (
-            lambda: ours.weights.view("lm_head"),
-            ModelError,
-            "weights.view: no parameter is called 'lm_head'",
-        ),
-        (
-            lambda: ours.generate(ids, torch.tensor([[1, 1, 1, 0]])),
-            BatchError,
-            "hides the end of row 0; pad on the",
-        ),
+        (lambda: ours.weights.view("lm_head"), ModelError, "weights.view: no parameter is called 'lm_head'"),
+        (lambda: ours.generate(ids, torch.tensor([[1, 1, 1, 0]])), BatchError, "hides the end of row 0; pad on the"),
         (lambda: ours.save(tmp_path, step=-1), CheckpointError, "step: -1 is not valid; use a whole number"),
         (lambda: ours.save(tmp_path, step="last"), CheckpointError, "step: 'last' is not valid"),
         (lambda: ours.save(tmp_path, score="0.5"), CheckpointError, "score: '0.5' is not valid"),

@@ -42,8 +42,7 @@ def results(device: str, numerics: Numerics, policy: Policy, family: str = "llam
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
-    ("family", "activations"),
-    [("llama", "keep"), ("gpt2", "recompute"), ("mixtral-balanced", "recompute")],
+    ("family", "activations"), [("llama", "keep"), ("gpt2", "recompute"), ("mixtral-balanced", "recompute")]
 )
 def test_chunked_gradients_equal_the_stock_model(family: str, activations: str) -> None:
     numerics = Numerics("fp32", loss_chunk_tokens=16, mlp_chunk_tokens=7)

@@ -318,9 +318,7 @@ def trls_kto(log_probs: Tensor, reference: Tensor, each: dict[str, Tensor], loss
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
-    "loss",
-    [KTO(), KTO(0.5, 0.7, 1.4), KTO(0.3, loss_type="apo_zero_unpaired")],
-    ids=["kto", "weighted", "apo"],
+    "loss", [KTO(), KTO(0.5, 0.7, 1.4), KTO(0.3, loss_type="apo_zero_unpaired")], ids=["kto", "weighted", "apo"]
 )
 def test_kto_losses_equal_trls(loss: KTO) -> None:
     """Loss, every gradient and the metrics; each micro-batch has its own KL term."""

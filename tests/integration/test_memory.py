@@ -158,9 +158,7 @@ def test_the_process_holds_what_the_ledger_says_within_two_percent(precision: st
     assert measured == pytest.approx(predicted, rel=0.02)
 
 
-def test_auto_recomputes_only_where_memory_is_short(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_auto_recomputes_only_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the policy of the step, which it tells, is what ran: no layer's forward is run again."""
     forwards: list[int] = []
     layer = PortedModel.layer

@@ -321,13 +321,7 @@ def test_a_step_below_one_and_a_factor_that_is_not_finite_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "segments",
-    [
-        [(-1, 3, True)],
-        [(0, 11, True)],
-        [(5, 3, True)],
-        [(0, 5, True), (4, 8, True)],
-        [(5, 8, True), (0, 2, True)],
-    ],
+    [[(-1, 3, True)], [(0, 11, True)], [(5, 3, True)], [(0, 5, True), (4, 8, True)], [(5, 8, True), (0, 2, True)]],
 )
 def test_segments_that_do_not_fit_the_array_are_refused_before_anything_changes(segments: Segments) -> None:
     state = split_state(np.random.default_rng(0), 10)

@@ -46,11 +46,7 @@ def test_a_small_gradient_beside_a_large_one_counts() -> None:
     assert sum_of_squares(grad) > 1.0006
 
 
-@given(
-    st.integers(0, 700),
-    st.sampled_from([math.inf, -math.inf, math.nan]),
-    st.sampled_from([np.uint16, np.float32]),
-)
+@given(st.integers(0, 700), st.sampled_from([math.inf, -math.inf, math.nan]), st.sampled_from([np.uint16, np.float32]))
 def test_one_element_that_is_not_finite_shows_wherever_it_is(place: int, bad: float, dtype: type) -> None:
     values = np.ones(701, np.float32)
     values[place] = bad

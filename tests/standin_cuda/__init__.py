@@ -199,11 +199,7 @@ def _memory_functions(ext: Any) -> dict[str, Any]:
             allocated, peak, reserved = ext.allocated(index), ext.peak(index), ext.reserved(index)
         kinds = ("allocated_bytes", "active_bytes", "requested_bytes")
         found: dict[str, Any] = {kind: by_pool(allocated, peak) for kind in kinds}
-        return found | {
-            "reserved_bytes": by_pool(reserved, max(peak, reserved)),
-            "num_alloc_retries": 0,
-            "num_ooms": 0,
-        }
+        return found | {"reserved_bytes": by_pool(reserved, max(peak, reserved)), "num_alloc_retries": 0, "num_ooms": 0}
 
     class Error(int):
         success = 0

@@ -9,10 +9,7 @@ from bench.house import walk_on
 from tests import standin_cuda
 
 STANDIN = standin_cuda.installed()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(STANDIN is None, reason="needs the stand-in: make test-cuda"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(STANDIN is None, reason="needs the stand-in: make test-cuda")]
 
 WAYS = [
     *(("dense", name) for name in launches.POLICIES),

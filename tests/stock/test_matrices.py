@@ -28,18 +28,12 @@ CHOICES: dict[str, tuple[set[str], dict[str, int]]] = {
     "gemma2": (set(), {}),
     "mixtral": ({"mlp.gate.weight"}, EXPERTS),
     "qwen3_moe": ({"mlp.gate.weight"}, EXPERTS),
-    "gpt_oss": (
-        {"mlp.router.weight", "mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias"},
-        EXPERTS,
-    ),
+    "gpt_oss": ({"mlp.router.weight", "mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias"}, EXPERTS),
     "deepseek_v3": ({"mlp.gate.weight"}, EXPERTS),
     "mamba": ({"mixer.A_log", "mixer.conv1d.weight"}, {}),
     "mamba2": ({"mixer.conv1d.weight"}, {}),
     "bamba": ({"mamba.conv1d.weight"}, {}),
-    "jamba": (
-        {"mamba.A_log", "mamba.conv1d.weight", "feed_forward.router.weight"},
-        EXPERTS,
-    ),
+    "jamba": ({"mamba.A_log", "mamba.conv1d.weight", "feed_forward.router.weight"}, EXPERTS),
     "rwkv": (
         {
             *(f"attention.time_mix_{name}" for name in ("key", "value", "receptance")),
@@ -63,20 +57,9 @@ MORE: dict[str, dict[str, Any]] = {
     "mamba2": {**_IDS, "num_hidden_layers": 2, "state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1},
     "jamba": {**_EXPERTS, "num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8},
     "rwkv": {**_IDS, "num_hidden_layers": 2, "context_length": 64},
-    "qwen2_moe": {
-        **_EXPERTS,
-        "num_experts": 4,
-        "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 16,
-    },
+    "qwen2_moe": {**_EXPERTS, "num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
     "phimoe": {**_EXPERTS, "num_local_experts": 4},
-    "recurrent_gemma": {
-        **_IDS,
-        **_HEADS,
-        "num_hidden_layers": 3,
-        "lru_width": 32,
-        "head_dim": 8,
-    },
+    "recurrent_gemma": {**_IDS, **_HEADS, "num_hidden_layers": 3, "lru_width": 32, "head_dim": 8},
 }
 
 
