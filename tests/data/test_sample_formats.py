@@ -70,12 +70,6 @@ def test_prompt_messages_are_context() -> None:
     assert read({"messages": HELLO}).untrained == frozenset()
 
 
-def test_messages_of_weight_zero_are_context() -> None:
-    sample = read({"messages": [HELLO[0], {**HELLO[1], "weight": 0}, HELLO[0], {**HELLO[1], "weight": 1}]})
-    assert (list(sample.messages), sample.untrained) == ([*HELLO, *HELLO], {1})
-    assert "weight of 0.5" in refused({"messages": [HELLO[0], {**HELLO[1], "weight": 0.5}]})
-
-
 def test_texts_and_prompt_completion_pairs() -> None:
     assert read({"text": "t", "id": 1}).text == "t"
     sample = read({"prompt": "p", "completion": "c"})
@@ -129,12 +123,6 @@ def test_sharegpt_supports_tool_calls_and_custom_tags() -> None:
     assert list(read(tagged, format="sharegpt", columns={"conversations": "dialog"}, tags=tags).messages) == HELLO
 
 
-def test_columns_may_be_renamed() -> None:
-    columns = {"instruction": "question", "output": "answer"}
-    assert list(read({"question": "q", "answer": "a"}, columns=columns).messages) == HELLO
-    assert list(read({"dialog": HELLO}, columns={"messages": "dialog"}).messages) == HELLO
-
-
 @pytest.mark.parametrize(
     ("fields", "what"),
     [
@@ -159,6 +147,7 @@ def test_columns_may_be_renamed() -> None:
             {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "5"}]}]},
             "arguments of a call of f are int",
         ),
+        ({"messages": [HELLO[0], {**HELLO[1], "weight": 0.5}]}, "weight of 0.5"),
         ({"messages": HELLO, "tools": 5}, "tools are int, not a list of objects"),
         ({"messages": [SYSTEM, *HELLO], "system": "s"}, "a system message, but also a column 'system'"),
         ({"messages": HELLO, "system": 5}, "'system' is int, not str"),

@@ -474,26 +474,17 @@ def other_optimizer(saved: Any) -> None:
     saved["state"] = {key: {"step": 1, "state1": torch.zeros(1, dtype=torch.uint8)} for key in saved["state"]}
 
 
-def no_state(saved: Any) -> None:
-    saved["state"].clear()
-
-
-def another_group(saved: Any) -> None:
-    saved["param_groups"][0]["params"].pop()
-
-
-def code(saved: Any) -> None:
-    saved["surprise"] = Path("anywhere")
-
-
 CASES: dict[str, tuple[Callable[[Any], None], str]] = {
     "another optimizer": (other_optimizer, "another optimizer than AdamW: its state has state1"),
     "AMSGrad": (lambda saved: saved["param_groups"][0].update(amsgrad=True), "its AdamW has amsgrad"),
     "Adam": (lambda saved: saved["param_groups"][0].update(decoupled_weight_decay=False), "is of Adam"),
     "several betas": (lambda saved: saved["param_groups"][0].update(betas=(0.8, 0.9)), "differ in betas"),
-    "no state": (no_state, "holds no state of an optimizer"),
-    "another model": (another_group, r"not of this model: groups of 22 \+ 7 parameters, here 23 \+ 7"),
-    "code": (code, r"more than tensors and plain values \(pathlib"),
+    "no state": (lambda saved: saved["state"].clear(), "holds no state of an optimizer"),
+    "another model": (
+        lambda saved: saved["param_groups"][0]["params"].pop(),
+        r"not of this model: groups of 22 \+ 7 parameters, here 23 \+ 7",
+    ),
+    "code": (lambda saved: saved.update(surprise=Path("anywhere")), r"more than tensors and plain values \(pathlib"),
 }
 
 
