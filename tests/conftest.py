@@ -143,7 +143,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What tests find to be right is remembered for the session, and nothing in the user's home is read or written.
 
-    A run's measure of the machine is small, and so is its page (`tests.fork_server.remember_in`).
+    A run's measure of the machine is small (`tests.fork_server.remember_in`).
     """
     from tests.fork_server import remember_in
 
@@ -192,15 +192,6 @@ def preloaded(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFact
     server = pytestconfig.stash[SERVER]
     server.prepare(tmp_path_factory.mktemp("said"), _folder_of_all(tmp_path_factory))
     return server
-
-
-@pytest.fixture
-def plotly(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The library, which pages hold in this test (`tests.fork_server.remember_in`)."""
-    from plotly.offline.offline import get_plotlyjs
-
-    monkeypatch.setattr("plotly.offline.get_plotlyjs", get_plotlyjs)
-    return str(get_plotlyjs())
 
 
 def forget_hub() -> None:

@@ -18,7 +18,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -163,8 +162,7 @@ def remember_in(folder: Path) -> None:
     """Have a process keep what it finds out in `folder`, and nothing in the user's home; and measure and write little.
 
     A run's measure of the machine is a small product: a large one in bfloat16 takes a second on a cpu without units for
-    it, and no test asks how quick the machine is. Its page lacks the 4.8 MB of plotly, a twentieth of the time of a
-    tiny run; the fixture `plotly` puts them back.
+    it, and no test asks how quick the machine is.
     """
     from megatrain.device import probe
     from megatrain.plan import measured_models
@@ -174,10 +172,6 @@ def remember_in(folder: Path) -> None:
     probe.LARGEST = {**probe.LARGEST, "cpu": 64}
     this_machine.PROBED = folder / "hardware.json"
     measured_models.FOLDER = parity.CACHE = folder
-    with suppress(ModuleNotFoundError):  # `make gpu` does not ask for it
-        from plotly import offline
-
-        offline.get_plotlyjs = lambda: "// plotly"
 
 
 def serve(asks: IO[bytes], answers: IO[bytes]) -> NoReturn:
