@@ -15,6 +15,7 @@ from megatrain.errors import ModelError
 from megatrain.model import FreshSource, ModelSource, port_model
 from megatrain.model.skeleton import blueprint
 from tests.kinds import KINDS, TIED, stock_model, tiny_config
+from tests.model.test_pretrained import Written
 
 
 class OddConfig(PreTrainedConfig):
@@ -158,19 +159,6 @@ class OddModel(PreTrainedModel):
 
 AutoConfig.register("odd", OddConfig, exist_ok=True)
 AutoModelForCausalLM.register(OddConfig, OddModel, exist_ok=True)
-
-
-class Written(dict[str, Tensor]):
-    """Masters in a dict. Like the store it looks at what it gets from outside torch, and keeps nothing of it."""
-
-    most = 0
-
-    def master(self, name: str) -> Tensor:
-        return self[name].clone()
-
-    def write_master(self, name: str, value: Tensor) -> None:
-        self.most = max(self.most, value.nbytes)
-        self[name] = torch.from_numpy(value.detach().float().numpy().copy())
 
 
 def fill(source: FreshSource | ModelSource) -> Written:

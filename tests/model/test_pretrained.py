@@ -230,10 +230,6 @@ def lose_shard(folder: Path) -> None:
     sorted(folder.glob("*.safetensors"))[1].unlink()
 
 
-def lose_config(folder: Path) -> None:
-    (folder / "config.json").unlink()
-
-
 def lose_weights(folder: Path) -> None:
     for file in folder.glob("model*"):
         file.unlink()
@@ -313,7 +309,7 @@ BAD: list[tuple[Callable[[Path], None], str]] = [
     (cut, r"model-00005-of-00005\.safetensors is truncated or damaged \(.*\); copy or download it again"),
     (scramble, r"model-00001-of-00005\.safetensors is truncated or damaged"),
     (lose_shard, r"its file model-00002-of-00005\.safetensors is missing"),
-    (lose_config, "config.json"),
+    (lambda folder: (folder / "config.json").unlink(), "config.json"),
     (lose_weights, "no file named model.safetensors"),
     (lose_tensors, r"its files lack model\.layers\.1\.input_layernorm\.weight, .* and 4 more"),
     (quantize, r"lm_head\.weight holds I8 values \(quantized\?\)"),

@@ -203,10 +203,6 @@ def skip_attention_cap(ported: PortedModel) -> None:
         template.self_attn.attn_logit_softcapping = None
 
 
-def skip_logit_scale(ported: PortedModel) -> None:
-    ported.skeleton.logit_scale = 1.0
-
-
 def skip_residual_scale(ported: PortedModel) -> None:
     for template in ported.templates:
         template.residual_multiplier = 1.0
@@ -216,19 +212,15 @@ def skip_router_loss(ported: PortedModel) -> None:
     ported.balance_coefficient = None
 
 
-def swap_layers(ported: PortedModel) -> None:
-    ported.templates.reverse()
-
-
 WRONG: dict[str, tuple[str, dict[str, Any], Callable[[PortedModel], None]]] = {
     "final soft-cap skipped": ("gemma2", {}, skip_final_cap),
     "attention soft-cap skipped": ("gemma2", {}, skip_attention_cap),
     "correction of a router missing": ("deepseek_v3", {}, lambda p: zero_buffers(p, "e_score_correction_bias")),
     "rotary table missing": ("llama", {}, lambda p: zero_buffers(p, "inv_freq")),
-    "logit scale skipped": ("cohere", {}, skip_logit_scale),
+    "logit scale skipped": ("cohere", {}, lambda p: setattr(p.skeleton, "logit_scale", 1.0)),
     "residual scale skipped": ("granite", {"residual_multiplier": 0.5}, skip_residual_scale),
     "router loss skipped": ("mixtral", {"output_router_logits": True}, skip_router_loss),
-    "layers with and without positions swapped": ("smollm3", {}, swap_layers),
+    "layers with and without positions swapped": ("smollm3", {}, lambda p: p.templates.reverse()),
 }
 
 
