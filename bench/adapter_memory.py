@@ -29,46 +29,20 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from safetensors.torch import save_file
+from transformers import AutoConfig
 
+from bench.loading import write_folder
 from bench.tiers import VOCABULARY, shape
 from megatrain import AdamW, Engine, Policy
 from megatrain.device.cpu import CpuDevice
 from megatrain.formatting import amount, duration
 from megatrain.memory.model_files import ModelFiles
-from megatrain.model import FreshSource
 from megatrain.spec import Placement
 from megatrain.spec.layout import layout_of
 
 TURNS = 3
 """A step, and then its reads alone; behind two steps whose memory is looked at."""
 SAMPLED_EVERY = 0.02
-
-
-def write_base(folder: Path, hidden: int, layers: int) -> None:
-    """A model of random weights in bfloat16, a file for each layer; all layers have the same values."""
-    model = FreshSource(shape(hidden, layers), seed=0).model
-    model.config.save_pretrained(folder)
-    generator = torch.Generator().manual_seed(0)
-    drawn: dict[str, torch.Tensor] = {}
-    units: dict[str, dict[str, torch.Tensor]] = {}
-    where: dict[str, str] = {}
-    for name, parameter in model.named_parameters():
-        parts = name.split(".")
-        unit = f"layer-{parts[2]}" if parts[1] == "layers" else "ends"
-        units.setdefault(unit, {})[name] = parameter
-        where[name] = f"model-{unit}.safetensors"
-    for unit, parameters in units.items():
-        tensors = {}
-        for name, weight in parameters.items():
-            key = name.rpartition(".layers.")[2].partition(".")[2] or name
-            if key not in drawn:
-                values = torch.randn(weight.shape, generator=generator, dtype=torch.bfloat16) * 0.02
-                drawn[key] = values if weight.dim() > 1 else torch.ones_like(values)
-            tensors[name] = drawn[key]
-        save_file(tensors, folder / f"model-{unit}.safetensors", {"format": "pt"})
-    index = {"metadata": {}, "weight_map": where}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def anonymous_nbytes() -> int:
@@ -207,11 +181,9 @@ def main() -> None:
     try:
         if not (folder / "config.json").exists():
             folder.mkdir(parents=True, exist_ok=True)
-            writing = get_context("spawn").Process(
-                target=write_base, args=(folder, arguments.hidden, arguments.layers)
-            )  # so that what it takes is none of ours
-            writing.start()
-            writing.join()
+            config = AutoConfig.for_model(**shape(arguments.hidden, arguments.layers))
+            with get_context("spawn").Pool(1) as process:  # so that what it takes is none of ours
+                process.apply(write_folder, (config, folder))
         found = measure(folder, arguments.tokens, in_memory=arguments.in_memory, drive=arguments.drive)
     finally:
         if not arguments.keep:

@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.exporting import config_of
+from bench.loading import config_of
 from bench.step import _resident
 from megatrain import Engine, Policy
 from megatrain.checkpoint import manifest, range_writer
