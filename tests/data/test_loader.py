@@ -133,7 +133,7 @@ def test_a_failed_read_does_not_advance_the_position(folder: Path) -> None:
     np.array([1, 2, 3, 9], dtype="<u2").tofile(folder / "y.bin")
     (folder / "y.json").write_text('{"dtype": "uint16", "vocab_size": 5}')
     loader = Loader(pack(open_tokens(folder / "y.bin"), window=2, vocab_size=5), micro_batch=2, micro_batches=1, seed=0)
-    with pytest.raises(DataError, match="token id 9"):
+    with pytest.raises(DataError, match="token id 9 at position 3"):
         next(loader)
     assert loader.position == 0
 

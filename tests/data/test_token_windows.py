@@ -63,20 +63,6 @@ def test_the_validation_fraction_must_be_a_fraction(folder: Path, fraction: floa
         split_windows(windows_of(folder, 20, 2), fraction)
 
 
-def test_one_window_cannot_be_split(folder: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"holding out the only sequence .* leaves none .*; lower data.sequence_length or data"
-    ):
-        split_windows(windows_of(folder, 20, 20), 0.01)
-
-
-def test_data_shorter_than_a_window_is_refused(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"20 tokens are less than one window of 21; set data.sequence_length=20"):
-        windows_of(folder, 20, 21)
-    with pytest.raises(DataError, match="holds nothing to predict"):
-        windows_of(folder, 20, 1)
-
-
 def test_an_id_outside_the_vocabulary_is_refused_before_training(folder: Path) -> None:
     file = write_tokens(folder / "x.bin", [np.array([1, 2, 3, 9])], 10)
     assert len(pack(file, window=2, vocab_size=10)) == 2
@@ -85,12 +71,3 @@ def test_an_id_outside_the_vocabulary_is_refused_before_training(folder: Path) -
     np.save(folder / "x.npy", np.array([1, -2, 3, 4]))
     with pytest.raises(DataError, match="token id -2 at position 1"):
         pack(open_tokens(folder / "x.npy"), window=2, vocab_size=10)
-
-
-def test_a_falsely_validated_file_is_caught_on_read(folder: Path) -> None:
-    np.array([1, 2, 3, 9], dtype="<u2").tofile(folder / "y.bin")
-    (folder / "y.json").write_text('{"dtype": "uint16", "vocab_size": 5}')
-    windows = pack(open_tokens(folder / "y.bin"), window=2, vocab_size=5)
-    windows.read(np.array([0]))
-    with pytest.raises(DataError, match="token id 9 at position 3"):
-        windows.read(np.array([1]))

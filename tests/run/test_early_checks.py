@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatrain.config import save_config
-from megatrain.errors import ConfigError, DataError, DeviceError, ModelError
+from megatrain.errors import ConfigError, DataError, ModelError
 from megatrain.model import port_model
 from megatrain.run import disk_space, early_checks
 from megatrain.run.early_checks import refuse_mistakes
@@ -121,8 +121,6 @@ def test_an_empty_file_is_refused_as_what_it_is(tmp_path: Path) -> None:
 
 
 def test_train_runs_the_same_early_checks(tmp_path: Path) -> None:
-    with pytest.raises(DeviceError, match=r"train\.device: 'tpu' is not a device"):
-        train(configuration(tmp_path, train={"device": "tpu"}))
     with pytest.raises(DataError, match=r"gone\.txt: no such file or folder"):
         train(configuration(tmp_path, data={"sources": [str(tmp_path / "gone.txt")]}))
 

@@ -23,7 +23,7 @@ from megatrain.train.checkpoints import Checkpoints
 from megatrain.train.engine import Engine
 from megatrain.train.events import Event, Stepped
 from megatrain.train.metrics import JsonLines
-from tests.run.test_resume import config_of, interrupt_at, not_finite_at, steps_in, wait_for_each_save, weights
+from tests.run.test_resume import config_of, interrupt_at, not_finite_at, steps_in, weights
 from tests.run.test_training import lines, losses, train
 from tests.tiny import equal
 
@@ -31,6 +31,17 @@ from tests.tiny import equal
 def status(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "status.json").read_text())
     return found
+
+
+def wait_for_each_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step begins before the save of an earlier one is over: where one is under way, the next is left out."""
+    honest = Engine.step
+
+    def patient(engine: Engine, micro_batches: Any, *how: Any) -> Any:
+        engine.saver.wait()
+        return honest(engine, micro_batches, *how)
+
+    monkeypatch.setattr(Engine, "step", patient)
 
 
 def test_symlinked_checkpoints_belong_to_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,16 +177,6 @@ def test_the_guides_kto_example_trains(tmp_path: Path) -> None:
     assert "kl" in steps(tmp_path / "run")[-1]
 
 
-@pytest.mark.slow
-def test_a_resumed_kto_run_is_bit_equal(tmp_path: Path) -> None:
-    train(kto_run(tmp_path, "whole", lr_scheduler="constant"))
-    train(kto_run(tmp_path, "part", steps=3, lr_scheduler="constant"))
-    train(kto_run(tmp_path, "part", resume="auto", lr_scheduler="constant"))
-    assert losses(tmp_path / "part") == losses(tmp_path / "whole")
-    left, right = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("part", "whole"))
-    assert equal(left, right)
-
-
 def test_resuming_without_the_reference_is_refused(tmp_path: Path) -> None:
     train(dpo_run(tmp_path, train={"steps": 3}))
     (tmp_path / "run" / "reference.npz").unlink()

@@ -402,24 +402,3 @@ def test_a_rank_stopped_before_training_names_the_rank_that_ended() -> None:
         assert watch.owns_process
         signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) == before
-
-
-@pytest.mark.parametrize("launcher", ["", pytest.param("torchrun", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("key", ["data.tokenizer", "model.path"])
-def test_a_typo_in_a_hub_name_is_told_with_the_near_name_by_all_ranks(
-    tmp_path: Path, preloaded: Preloaded, launcher: str, key: str
-) -> None:
-    """Without a network, as tests are."""
-    config = shared(tmp_path, "run")
-    changes = [f"{key}=qwen/Qwen3-8", *(["model.config=null"] if key == "model.path" else [])]
-    if launcher:
-        process = launched(2, config, launcher, *changes)
-        said, _ = process.communicate(timeout=240)
-        assert process.returncode
-    else:
-        ranks = begin(preloaded, 2, config, *changes)
-        assert [each.wait() for each in ranks] == [2, 2], ranks[0].said
-        said = "".join(each.said for each in ranks)
-    assert "qwen/Qwen3-8: neither a local folder nor in the local cache" in said
-    assert "did you mean Qwen/Qwen3-8B" in said
-    assert "megatrain.errors" not in said, "a traceback"

@@ -96,16 +96,6 @@ def test_ranks_stream_rank_zeros_revision_and_split_micro_batches(
     assert first != second
 
 
-@pytest.mark.slow  # two runs
-def test_a_streamed_run_resumes_bit_for_bit(tmp_path: Path) -> None:
-    train(streamed(tmp_path, "whole", 4))
-    (taken,) = [path for path in checkpoints(tmp_path / "whole" / "checkpoints") if step_of(path) == 2]
-    train(streamed(tmp_path, "part", 4, resume=str(taken)))
-    assert losses(tmp_path / "part") == losses(tmp_path / "whole")[2:]
-    whole, part = (weights(tmp_path / name) for name in ("whole", "part"))
-    assert all(torch.equal(whole[name], part[name]) for name in whole)
-
-
 def run_on_hub(endpoint: str, cache: Path, tree: dict[str, Any], place: str | None, count: float) -> None:
     """In a child: see `killed_run.run`."""
     for module, name, value in settings_for(endpoint, cache):

@@ -124,19 +124,6 @@ def test_the_saved_config_repeats_the_run_bit_for_bit(tmp_path: Path) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_trained_model_can_be_trained_further(tmp_path: Path) -> None:
-    train(configuration(tmp_path))
-    path = str(tmp_path / "run" / "model")
-    config = configuration(
-        tmp_path,
-        model={"config": None, "path": path},
-        data={"tokenizer": None},
-        output={"folder": str(tmp_path / "more")},
-    )
-    train(config)
-    assert losses(tmp_path / "more")[0] < losses(tmp_path / "run")[0]
-
-
 def test_weights_missing_from_files_are_shown_by_name(tmp_path: Path) -> None:
     train(configuration(tmp_path, train={"steps": 1}))
     folder = tmp_path / "run" / "model"
