@@ -8,16 +8,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from tests.tiny import COMMON
+
 _IDS: dict[str, Any] = {"vocab_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_COMMON: dict[str, Any] = {
-    **_IDS,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+_COMMON: dict[str, Any] = {**COMMON, "num_hidden_layers": 2}
 _FALCON = {name: value for name, value in _COMMON.items() if name not in ("intermediate_size", "num_key_value_heads")}
 _EXPERTS = {**_COMMON, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
 _MAMBA = {"mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1}

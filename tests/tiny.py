@@ -17,7 +17,7 @@ from megatrain.model.architecture import auto_class, plain_errors, read_config
 from megatrain.model.weight_sources import quiet
 
 VOCAB = 96
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -30,11 +30,11 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama", **_COMMON},
-    "llama-tied": {"model_type": "llama", **_COMMON, "tie_word_embeddings": True},
-    "qwen3": {"model_type": "qwen3", **_COMMON, "head_dim": 8},
-    "qwen3-tied": {"model_type": "qwen3", **_COMMON, "head_dim": 8, "tie_word_embeddings": True},
-    "gemma2": {"model_type": "gemma2", **_COMMON, "head_dim": 8, "sliding_window": 4, "num_hidden_layers": 4},
+    "llama": {"model_type": "llama", **COMMON},
+    "llama-tied": {"model_type": "llama", **COMMON, "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", **COMMON, "head_dim": 8},
+    "qwen3-tied": {"model_type": "qwen3", **COMMON, "head_dim": 8, "tie_word_embeddings": True},
+    "gemma2": {"model_type": "gemma2", **COMMON, "head_dim": 8, "sliding_window": 4, "num_hidden_layers": 4},
     "gpt2": {
         "model_type": "gpt2",
         "vocab_size": VOCAB,
@@ -48,17 +48,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
-    "mixtral": {"model_type": "mixtral", **_COMMON, "num_local_experts": 4},
+    "mixtral": {"model_type": "mixtral", **COMMON, "num_local_experts": 4},
     "mixtral-balanced": {
         "model_type": "mixtral",
-        **_COMMON,
+        **COMMON,
         "num_local_experts": 4,
         "output_router_logits": True,
         "router_aux_loss_coef": 0.5,
     },
     "qwen3-moe": {
         "model_type": "qwen3_moe",
-        **_COMMON,
+        **COMMON,
         "head_dim": 8,
         "moe_intermediate_size": 16,
         "num_experts": 8,
@@ -66,7 +66,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gemma4": {  # layers take inputs of their own from the prologue, and keys and values from each other
         "model_type": "gemma4_text",
-        **_COMMON,
+        **COMMON,
         "head_dim": 8,
         "global_head_dim": 8,
         "layer_types": ["full_attention"] * 3,

@@ -11,23 +11,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from megatrain.model.tiny import perturb
+from tests.tiny import COMMON, VOCAB
 
-IMAGE, VOCABULARY = 50, 96
+IMAGE, VOCABULARY = 50, VOCAB
 """The token that stands for a part of an image, and the number of tokens."""
 
-TEXT: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+TEXT: dict[str, Any] = {**COMMON, "num_hidden_layers": 2, "head_dim": 8, "max_position_embeddings": 256}
 TOWER: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 24,
