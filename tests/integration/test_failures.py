@@ -12,9 +12,8 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from megatrain import AdamW, Engine, Numerics, Policy
-from megatrain.device.cpu import CpuDevice
 from megatrain.device.sim import SimDevice
-from megatrain.errors import BatchError, ConfigError, DeviceError, ModelError, NonFinite, PlanError, StreamFailed
+from megatrain.errors import BatchError, ConfigError, NonFinite, PlanError, StreamFailed
 from megatrain.spec import Placement
 from megatrain.spec.policy import UpdateTime
 from megatrain.train import optimizer
@@ -32,11 +31,8 @@ def good() -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("broken", "says"),
     [
-        ([], "at least one micro-batch"),
-        ([{"input_ids": torch.zeros(2, 8, dtype=torch.long)}], "has no labels; to train on every token"),
         ([{**good(), "labels": torch.zeros(2, 7, dtype=torch.long)}], "differ in shape"),
         ([{**good(), "input_ids": torch.zeros(8, dtype=torch.long)}], r"\[batch, length\]"),
-        ([{**good(), "input_ids": torch.rand(2, 8)}], "int64 or int32 tensor"),
         (
             [good(), {**good(), "input_ids": torch.full((2, 8), VOCAB)}],
             f"micro-batch 1: input_ids contains token {VOCAB}",
@@ -298,34 +294,6 @@ def test_contradictory_options_are_refused() -> None:
         Engine.from_model(tiny_model(), "sim:0", policy=Policy(shares_memory=True))
     with pytest.raises(ConfigError, match="max_grad_norm"):
         Engine.from_model(tiny_model(), max_grad_norm=0.0)
-    with pytest.raises(PlanError, match=r"policy\.weight_slots"):
-        Policy(weight_slots=0)
-    with pytest.raises(DeviceError, match="cpu, cuda:0 or sim:SEED"):
-        Engine.from_model(tiny_model(), "tpu")
-    with pytest.raises(PlanError, match="precision: must be"):
-        Engine.from_model(tiny_model(), precision="fp16")  # type: ignore[arg-type]
-
-
-def test_other_model_types_are_refused() -> None:
-    from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGeneration
-
-    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    with pytest.raises(ModelError, match="not a transformers model"):
-        Engine.from_model(torch.nn.Linear(2, 2))
-    with pytest.raises(ModelError, match="no language-model head"):
-        Engine.from_model(BertModel(BertConfig(**small)))
-    with pytest.raises(ModelError, match="encoder-decoder"):
-        Engine.from_model(T5ForConditionalGeneration(T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)))
-
-
-def test_the_cpu_worker_ends_with_its_device() -> None:
-    import threading
-
-    before = threading.active_count()
-    device = CpuDevice()
-    assert threading.active_count() == before + 1
-    device.close()
-    assert threading.active_count() == before
 
 
 def test_a_refused_engine_releases_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

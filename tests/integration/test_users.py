@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megatrain import AdamW, Engine, Lion, Policy
 from megatrain.device.cpu import CpuDevice
 from megatrain.device.sim import SimDevice
-from megatrain.errors import BatchError, CheckpointError, ConfigError, DeviceError, LossError, ModelError, NonFinite
+from megatrain.errors import CheckpointError, ConfigError, DeviceError, LossError, ModelError
 from megatrain.spec import ActivationPlan, Placement, Precision, Work
 from megatrain.train.options import EngineOptions
 from tests.tiny import batch, equal, relative_error, stock_gradients, tiny_model, unequal_batches
@@ -292,21 +292,11 @@ def test_a_closed_engine_refuses_every_call_clearly() -> None:
 
 def test_misspelt_options_are_not_ignored(tmp_path: Path) -> None:
     config = tiny_model().config
-    with pytest.raises(TypeError, match="no option 'precison'"):
+    with pytest.raises(TypeError, match="no option 'precison'; did you mean 'precision'"):
         Engine.from_config(config.to_dict(), precison="fp32")  # type: ignore[call-arg]
     with Engine.from_model(tiny_model()) as engine, pytest.raises(TypeError, match="precison"):
         engine.save_pretrained(tmp_path / "model", precison="fp32")  # type: ignore[call-arg]
     assert not (tmp_path / "model").exists()
-
-
-def test_one_batch_instead_of_a_list_and_odd_integer_types_are_refused() -> None:
-    with Engine.from_model(tiny_model()) as engine:
-        with pytest.raises(BatchError, match="expected a list"):
-            engine.step(batch(1, 5, 0))  # type: ignore[arg-type]
-        for dtype in (torch.uint8, torch.int16, torch.bool):
-            with pytest.raises(BatchError, match="int64 or int32"):
-                engine.step([{key: value.to(dtype) for key, value in batch(1, 5, 0).items()}])
-        engine.step([{key: value.to(torch.int32).long() for key, value in batch(1, 5, 0).items()}])
 
 
 def test_creating_an_engine_leaves_random_state_unchanged() -> None:
@@ -395,20 +385,3 @@ def test_weights_can_be_viewed_in_place(placement: Placement, tmp_path: Path) ->
         assert torch.equal(view, engine.weights["lm_head.weight"])
         view.zero_()
         assert not engine.weights["lm_head.weight"].any()
-
-
-def test_state_torn_by_an_interrupted_step_is_refused() -> None:
-    """Without clipping, units are updated one by one; going on from a mixture would be silently wrong."""
-    device = SimDevice(3)
-    with Engine.from_model(tiny_model(), device, max_grad_norm=None) as engine:
-        engine.step(unequal_batches())
-        from megatrain.device.sim import Fault
-
-        device.faults.append(Fault("raise", "BACKWARD u2 m0"))
-        with pytest.raises(DeviceError, match="BACKWARD u2 m0"):
-            engine.step(unequal_batches())
-        counts = set(engine.diagnostics.applied_updates().values())
-        if counts == {1}:
-            pytest.skip("the adversary had updated nothing yet")
-        with pytest.raises(NonFinite, match="has updated only these units"):
-            engine.step(unequal_batches())
