@@ -151,14 +151,7 @@ def _within(x, limit):
 
 
 @triton.jit
-def _rotate(
-    tensors,
-    sizes,
-    strides,
-    PAIRS: tl.constexpr,
-    INVERSE: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+def _rotate(tensors, sizes, strides, PAIRS: tl.constexpr, INVERSE: tl.constexpr, BLOCKS: tl.constexpr):
     """tensors (q, k, cos, sin, and the results [batch, tokens, heads, channels]); sizes (tokens, heads of q, heads of
     k, channels, pairs of a head); strides of q and of k by batch, token and head, and of cos and sin by batch and
     token. PAIRS: where the two of a pair lie (`_places`) in q and k, in the results and among the angles. BLOCKS:
@@ -187,14 +180,7 @@ def _places(pair, half, ORDER: tl.constexpr):
 
 
 @triton.jit
-def _rotate_token(
-    tensors,
-    sizes,
-    strides,
-    PAIRS: tl.constexpr,
-    INVERSE: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+def _rotate_token(tensors, sizes, strides, PAIRS: tl.constexpr, INVERSE: tl.constexpr, BLOCKS: tl.constexpr):
     """The part of `_rotate` for one of q and k."""
     x, cos, sin, out = tensors
     tokens, heads, channels, half = sizes

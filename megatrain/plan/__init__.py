@@ -1,15 +1,6 @@
 """Plans training by calculation alone. Does not import torch, so that a laptop can plan for any described machine."""
 
-from megatrain.plan.analysis import (
-    Outlook,
-    advised,
-    changes,
-    hidden_from,
-    loads,
-    look,
-    stalls,
-    written_nbytes_per_day,
-)
+from megatrain.plan.analysis import Outlook, advised, changes, hidden_from, loads, look, stalls, written_nbytes_per_day
 from megatrain.plan.cost import (
     Calibration,
     attention_seconds,

@@ -14,12 +14,7 @@ from itertools import chain
 from math import ceil, inf
 
 from megatrain.formatting import SECONDS_PER_DAY
-from megatrain.plan.cost import (
-    disk_bandwidths,
-    host_dram_bandwidth,
-    packing_bandwidth,
-    step_flops,
-)
+from megatrain.plan.cost import disk_bandwidths, host_dram_bandwidth, packing_bandwidth, step_flops
 from megatrain.plan.estimates import estimate, examine_rounds, gc_paused, seconds_on
 from megatrain.plan.machines import machine, machine_names
 from megatrain.plan.question import Plan, Question, usable_nbytes

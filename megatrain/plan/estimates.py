@@ -18,13 +18,7 @@ from functools import lru_cache
 from itertools import product
 from math import ceil, inf, isqrt, lcm, log2
 
-from megatrain.plan.activation_plan import (
-    Counts,
-    Option,
-    estimate_rows,
-    offloads_outputs,
-    round_count,
-)
+from megatrain.plan.activation_plan import Counts, Option, estimate_rows, offloads_outputs, round_count
 from megatrain.plan.cost import DRAM, contention, op_seconds, unit_cost_key
 from megatrain.plan.placement import ON_DEVICE, state_numerics, state_policy
 from megatrain.plan.placement_cost import placement_seconds

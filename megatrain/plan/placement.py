@@ -61,11 +61,7 @@ def host_nbytes(model: ModelSpec, numerics: Numerics, policy: Policy, saves: boo
 
 @lru_cache(maxsize=1 << 14)
 def _sizes(
-    model: ModelSpec,
-    numerics: Numerics,
-    policy: Policy,
-    saves: bool,
-    placements: tuple[Placement, ...] | None = None,
+    model: ModelSpec, numerics: Numerics, policy: Policy, saves: bool, placements: tuple[Placement, ...] | None = None
 ) -> tuple[int, int]:
     """(bytes of host memory, bytes of the disk). placements: used in place of the policy's, if given."""
     policy = policy if placements is None else replace(policy, placements=placements)
@@ -86,13 +82,7 @@ def spill_to_fit(
 
 
 def spill(
-    model: ModelSpec,
-    numerics: Numerics,
-    policy: Policy,
-    room: int,
-    *,
-    saves: bool = False,
-    disk: bool = True,
+    model: ModelSpec, numerics: Numerics, policy: Policy, room: int, *, saves: bool = False, disk: bool = True
 ) -> Policy:
     """As `spill_to_fit`, but if nothing is enough, the policy that takes the least host memory.
 
@@ -126,12 +116,7 @@ class _Spilled(NamedTuple):
 
 
 def _spill_in_order(
-    model: ModelSpec,
-    numerics: Numerics,
-    policy: Policy,
-    room: int,
-    saves: bool,
-    order: Sequence[tuple[str, list[int]]],
+    model: ModelSpec, numerics: Numerics, policy: Policy, room: int, saves: bool, order: Sequence[tuple[str, list[int]]]
 ) -> Iterator[_Spilled]:
     """The policy's placements after each further (field, units) is spilled, until they fit. The last is spilled only
     from as many units as necessary."""

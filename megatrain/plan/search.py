@@ -21,13 +21,7 @@ from megatrain.errors import DoesNotFit
 from megatrain.plan.activation_plan import Mixtures, Option, offloads_outputs
 from megatrain.plan.advice import changes, provide, refusal
 from megatrain.plan.estimates import coarse, estimate, examine, examine_rounds, fitted, gc_paused
-from megatrain.plan.placement import (
-    host_nbytes,
-    place_state,
-    resident_placements,
-    state_numerics,
-    state_policy,
-)
+from megatrain.plan.placement import host_nbytes, place_state, resident_placements, state_numerics, state_policy
 from megatrain.plan.question import Choice, Estimate, Plan, Question
 from megatrain.plan.ranks import by_delivery
 from megatrain.plan.refinements import preferred, streaming_some_updates, within_lock_limit

@@ -34,9 +34,7 @@ TIERS = ("device", "host", "disk")
 def choose_policy(*, shares_memory: bool, clips: bool, host_threads: int) -> Policy:
     """The default policy. Clipping by the global norm needs every gradient before the first update."""
     return Policy(
-        shares_memory=shares_memory,
-        update="next_forward" if clips else "during_backward",
-        host_threads=host_threads,
+        shares_memory=shares_memory, update="next_forward" if clips else "during_backward", host_threads=host_threads
     )
 
 

@@ -10,17 +10,7 @@ from megatrain.schedule.check import check
 from megatrain.schedule.check_world import check_world
 from megatrain.schedule.contents import USED
 from megatrain.schedule.deps import derive_waits
-from megatrain.schedule.ops import (
-    CALLS,
-    Access,
-    Buffer,
-    Op,
-    Schedule,
-    Use,
-    nbytes_by_use,
-    show_op,
-    show_schedule,
-)
+from megatrain.schedule.ops import CALLS, Access, Buffer, Op, Schedule, Use, nbytes_by_use, show_op, show_schedule
 from megatrain.schedule.passes.phases import calls_in, whole
 from megatrain.schedule.replay import Timeline, chrome_trace, replay
 

@@ -37,13 +37,7 @@ LEAVING = ("GRAD", "UNPACK", "REDUCE", "WRITE")
 """Ops that may move a gradient to its home."""
 
 
-PASSED = (
-    Use.PINNED_STAGING,
-    Use.PARTIAL_GRADIENTS,
-    Use.REDUCED_GRADIENTS,
-    Use.SHARED_GRADIENTS,
-    Use.DISK_STAGING,
-)
+PASSED = (Use.PINNED_STAGING, Use.PARTIAL_GRADIENTS, Use.REDUCED_GRADIENTS, Use.SHARED_GRADIENTS, Use.DISK_STAGING)
 """Uses of buffers through which a gradient passes on its way home."""
 
 

@@ -326,10 +326,7 @@ def show_op(op: Op) -> str:
 
 
 def show_schedule(
-    schedule: Schedule,
-    start: int = 0,
-    stop: int | None = None,
-    marks: Mapping[int, str] | None = None,
+    schedule: Schedule, start: int = 0, stop: int | None = None, marks: Mapping[int, str] | None = None
 ) -> str:
     """Ops [start, stop) as a table, each with its number and waits; `marks`: op number -> a note below it."""
     lines = []

@@ -93,11 +93,7 @@ def test_a_bus_ten_times_too_slow_is_the_limit() -> None:
 
 @pytest.mark.parametrize(
     ("change", "limit"),
-    [
-        ({"grad_bandwidth": 1e7}, "bus down"),
-        ({"host_bandwidth": 1e8}, "optimizer"),
-        ({}, "compute"),
-    ],
+    [({"grad_bandwidth": 1e7}, "bus down"), ({"host_bandwidth": 1e8}, "optimizer"), ({}, "compute")],
 )
 def test_the_slowest_resource_is_named(change: dict[str, float], limit: str) -> None:
     plan = planned(4 * LENGTH, **change)
@@ -129,8 +125,7 @@ def test_on_one_processor_the_critical_path_is_every_op() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in ("gh200", "laptop") else pytest.mark.slow) for name in MACHINES],
+    "name", [pytest.param(name, marks=() if name in ("gh200", "laptop") else pytest.mark.slow) for name in MACHINES]
 )
 def test_ten_percent_more_of_everything_saves_an_eleventh(name: str) -> None:
     """So no rate of a machine that a step depends on is left out, but what it costs to launch an op."""

@@ -63,8 +63,7 @@ def test_measured_matmuls_cost_what_was_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [(2048, 4096, 11008), (8192, 5120, 5120), (4096, 2048, 2048), (16384, 4096, 14336), (1024, 4096, 4096)],
+    "shape", [(2048, 4096, 11008), (8192, 5120, 5120), (4096, 2048, 2048), (16384, 4096, 14336), (1024, 4096, 4096)]
 )
 def test_interpolated_matmuls_are_priced_within_ten_percent(shape: tuple[int, int, int]) -> None:
     assert product_seconds(MEASURED, "bf16", *shape) == pytest.approx(true_seconds(*shape), rel=0.1)

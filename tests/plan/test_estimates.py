@@ -85,10 +85,7 @@ def test_representative_micro_batches_keep_size_and_total(rows: int) -> None:
 
 @pytest.mark.parametrize(
     ("gigabytes", "rows"),
-    [
-        (5, 5),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((5, 12), (7, 5), (7, 12), (12, 5), (12, 12))),
-    ],
+    [(5, 5), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((5, 12), (7, 5), (7, 12), (12, 5), (12, 12)))],
 )
 def test_a_plan_that_fits_also_fits_when_fully_replayed(rows: int, gigabytes: int) -> None:
     model = llama_shape("small", 16, 2048, vocabulary=32_000)

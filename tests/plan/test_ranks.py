@@ -284,11 +284,7 @@ def test_shared_weights_stay_in_memory_with_state_on_disk() -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "ranks", "nodes", "tiers"),
-    [
-        ("4x-rtx-4090", 4, 1, ["device", "host"]),
-        ("8x-h100", 16, 2, ["device", "host"]),
-        ("cpu-server", 2, 1, ["host"]),
-    ],
+    [("4x-rtx-4090", 4, 1, ["device", "host"]), ("8x-h100", 16, 2, ["device", "host"]), ("cpu-server", 2, 1, ["host"])],
 )
 def test_the_memory_that_a_refusal_names_is_enough_when_typed(
     name: str, ranks: int, nodes: int, tiers: list[str]

@@ -210,9 +210,7 @@ def test_a_disk_never_slows_a_plan_that_fits_without_it() -> None:
     assert with_disk.seconds <= without.seconds
 
 
-def test_replay_excess_is_applied_to_similar_candidates(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_replay_excess_is_applied_to_similar_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs of many micro-batches wait in host memory: more than four that stand for all of them say."""
     replays: list[Plan] = []
     honest = estimates.examine_rounds

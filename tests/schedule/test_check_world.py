@@ -12,15 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatrain.errors import PlanError, ScheduleError
-from megatrain.schedule import (
-    Schedule,
-    build_flush,
-    build_forward,
-    build_step,
-    check,
-    check_world,
-    derive_waits,
-)
+from megatrain.schedule import Schedule, build_flush, build_forward, build_step, check, check_world, derive_waits
 from megatrain.schedule.contents import Direction, Weights
 from megatrain.schedule.ops import COLLECTIVES, Access, Use
 from megatrain.schedule.passes import pieces
