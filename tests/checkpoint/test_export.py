@@ -6,10 +6,8 @@ import errno
 import filecmp
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,13 +24,13 @@ from megatrain.checkpoint.range_writer import OpenFile, TensorWriter, writing_ra
 from megatrain.errors import ExportError
 from megatrain.model import PortedModel, port_model
 from megatrain.model.checkpoint_names import WrittenModel
+from tests.checkpoint.test_save import fail_in
 from tests.killed import die, killed
 from tests.saved import (
     config_as_stock_saves_it,
     contents,
     export_model,
     refuse,
-    refuse_as_tokenizers_do,
     set_saved_at_once,
 )
 from tests.tiny import FAMILIES, batch, equal, tiny_model, unequal_batches
@@ -261,11 +259,9 @@ def test_extra_files_appear_with_the_model(llama: Any, tmp_path: Path) -> None:
 # Whole or not at all -----------------------------------------------------------------------------------------------
 
 
-def fail_in(place: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def fail_in_export(place: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Make an export fail at some place; options to call it with."""
-    if place == "space":
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1_000))
-    elif place == "config":
+    if place == "config":
         monkeypatch.setattr(WrittenModel, "write_small_files", refuse)
     elif place == "weights":
         honest = range_writer.write_all
@@ -274,17 +270,8 @@ def fail_in(place: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             (refuse if file.number == 1 else honest)(file, *given)
 
         monkeypatch.setattr(range_writer, "write_all", failing)
-    elif place == "tokenizer":
-        return {"write_more": refuse_as_tokenizers_do}
-    elif place == "disk":
-        monkeypatch.setattr(os, "fsync", refuse)
-    elif place == "last rename":
-        renamed = Path.rename
-
-        def failing_rename(self: Path, target: Path) -> Path:
-            return refuse() if self.name.endswith(".part") else renamed(self, target)  # type: ignore[return-value]
-
-        monkeypatch.setattr(Path, "rename", failing_rename)
+    else:
+        return fail_in(place, monkeypatch)
     return {}
 
 
@@ -295,7 +282,7 @@ def test_a_failed_export_leaves_the_previous_one_intact(
     folder = export_model(*llama, tmp_path / "model")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     changed = llama[0], lambda name: llama[1](name) + 1
-    options = fail_in(place, monkeypatch)
+    options = fail_in_export(place, monkeypatch)
     for target in (folder, tmp_path / "new" / "nested" / "other"):
         with pytest.raises(
             ExportError, match=r"No space left on device|needs \S+ [kM]B, and 1.00 kB are free"
