@@ -533,13 +533,6 @@ def test_a_single_folder_is_a_folder_for_the_disk(tmp_path: Path) -> None:
             assert engine.parts.disk.nbytes() > 0
 
 
-def test_a_policy_for_more_units_is_not_adopted(engine: Engine) -> None:
-    before = engine.evaluate(unequal_batches())
-    with pytest.raises(PlanError, match="places the state of 6 units, but the model has 5"):
-        engine.adopt(Policy(placements=(Placement(),) * 6, shares_memory=True))
-    assert engine.evaluate(unequal_batches()) == before
-
-
 def test_engine_query_arguments_are_checked(engine: Engine, tmp_path: Path) -> None:
     ids = batch(1, 4, 0)["input_ids"]
     ours: Any = engine  # whose types are not kept to here

@@ -204,23 +204,6 @@ def test_weights_read_without_waiting_are_detected(rows: str, monkeypatch: pytes
         made.step(unequal_batches(1))
 
 
-@pytest.mark.parametrize(
-    "family", ["llama-tied", "mixtral", *(pytest.param(each, marks=pytest.mark.slow) for each in ("llama", "gpt2"))]
-)
-def test_a_ring_place_is_filled_by_one_shard(family: str) -> None:
-    """On the virtual clock, where a shard takes one second and everything else no time."""
-    shards = SimDevice(6, cost=lambda task: float(task.name.startswith("FETCH")))
-    policy = replace(PHASED, shard_nbytes=1000)
-    expected = plainest("fp32", "next_forward", family, 1)
-    with engine(shards, replace(policy, activations_by_layer=(("input",),)), family) as made:
-        found = {f"gradient {name}": gradient for name, gradient in made.gradients(unequal_batches(1)).items()}
-        timeline = made.parts.streamer.timeline
-    assert timeline is not None
-    begun = {op.name: start for op, start in zip(timeline.schedule.ops, timeline.starts, strict=True)}
-    assert begun["FORWARD u0 m0 s0"] == 1.0
-    assert all(torch.equal(gradient, expected[name]) for name, gradient in found.items())
-
-
 def test_models_that_build_masks_with_vmap_train() -> None:
     """Tensors inside a transformation have no memory; the tensors they wrap do."""
     fields = {**KINDS["gemma3_text"], "sliding_window": 4, "use_bidirectional_attention": True}
