@@ -626,13 +626,14 @@ def _init(plan: Plan, model: str, options: Options) -> str:
     """The commands that write a configuration for a model, and train by it."""
     path = usable_path(model, where="model", error=ModelError)
     content = read_json(path) if path.is_file() else None
-    is_saved = isinstance(content, dict) and "model" in content  # which does not say where its model is
+    is_saved = isinstance(content, dict) and "model" in content  # which names neither its model nor its adapter
     command = ["megatrain", "init", "config.yaml", "--model", "MODEL" if is_saved else model, "--data", "FILE"]
     command += ["--sequence-length", str(plan.question.length)]
     command += ["--precision", plan.question.precision] if plan.question.precision != "bf16" else []
     command += ["--disk", "FOLDER"] if plan.nbytes.get("disk") else []
     command += ["--from-scratch"] if content is not None and not is_saved else []
-    command += ["--adapter", options.adapter] if options.adapter is not None else []
+    adapter = "ADAPTER" if is_saved and plan.question.model.base_apart else options.adapter
+    command += ["--adapter", adapter] if adapter is not None else []
     command += ["--trust-remote-code"] if options.trust_remote_code else []
     keys = [f"{key}={value}" for key, value in _keys_beside_init(plan, options).items()]
     return f"{shlex.join(command)}, then {_train(plan, 'config.yaml', *keys)}"

@@ -90,8 +90,8 @@ def limits_of_machine(question: Question, of_one: Mapping[str, int]) -> dict[str
     of_one: tier -> bytes of one rank.
     """
     hardware, nbytes = question.hardware, dict(of_one)
-    if hardware.slots_in_host:
-        nbytes["host"] = 2 * max(nbytes.pop(tier, 0) for tier in ("host", "device"))
+    if hardware.slots_in_host and (halves := [nbytes.pop(tier) for tier in ("host", "device") if tier in nbytes]):
+        nbytes["host"] = 2 * max(halves)
     return {tier: count if tier == "device" else hardware.sharing_ranks * count for tier, count in nbytes.items()}
 
 

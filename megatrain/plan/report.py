@@ -359,7 +359,8 @@ def describe_matrices(plan: Plan) -> list[tuple[str, str]]:
     whole = [param for unit in model.units for param in unit.params if param.trainable and param.matrices]
     if not whole:
         return []
-    kinds = dict.fromkeys(param.name.removesuffix(".weight").rpartition(".")[2] for param in whole)
+    names = (param.name.removesuffix(".weight").removesuffix(".default") for param in whole)  # an adapter's own name
+    kinds = dict.fromkeys(name.rpartition(".")[2] for name in names)
     saved = sum(STATE_NBYTES * param.numel * (len(AdamW.STATE) - len(param.state)) for param in whole)
     slots = sum(nbytes for (tier, use), nbytes in peak_table(plan).items() if tier == "host" and use == directions)
     products = sum(

@@ -512,6 +512,22 @@ def test_output_ends_with_the_next_command(kind: str, config: str, saved: str) -
     assert told.splitlines()[-1] == f"next: {command}, then megatrain train config.yaml {keys}"
 
 
+@pytest.mark.usefixtures("plan_alone")
+def test_the_next_command_of_a_saved_plan_keeps_its_adapter(config: str, tmp_path: Path) -> None:
+    """The file holds its layers, not the words that named it; without an adapter, the whole model would train."""
+    file = str(tmp_path / "plan.json")
+    told = shown(config, adapter="lora:4", optimizer="muon", json=file, **FEW)
+    assert "28 updated whole (lora_A, lora_B)" in " ".join(told.split())
+    assert "--sequence-length 512 --adapter ADAPTER, then" in shown(file, **FEW).splitlines()[-1]
+
+
+@pytest.mark.usefixtures("plan_alone")
+@pytest.mark.parametrize(("limit", "key"), [({}, ""), ({"host_memory": "8GB"}, " memory.host=8GB")])
+def test_ranks_on_cores_are_limited_as_asked(limit: dict[str, str], key: str, config: str) -> None:
+    told = shown(config, hardware="cpu-desktop", ranks=2, **limit, **FEW)
+    assert told.splitlines()[-1].endswith(f"config.yaml train.global_batch_size=8{key} --ranks 2")
+
+
 def test_sequences_longer_than_the_model_supports_are_refused(config: str) -> None:
     with pytest.raises(
         ConfigError, match="--sequence-length: sequences of 4,096 tokens exceed the model's 2,048 positions"
