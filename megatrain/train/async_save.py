@@ -90,6 +90,11 @@ class Save:
     def is_over(self) -> bool:
         return self._over.is_set()
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether it is being written, by this process."""
+        return not (self.is_over or self._process.is_elsewhere)
+
     def wait(self, timeout: float | None = None) -> Path:
         """The folder, once complete. Raises `CheckpointError` if writing failed, or took over `timeout` seconds; it
         then continues.

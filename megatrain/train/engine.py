@@ -467,7 +467,8 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
         """Start writing the checkpoint `folder/step-...`, and return; steps may follow while it is written.
 
         It holds the state as it is now, bit for bit: an update waits for its unit to be written. Only one save runs at
-        a time. `Save.wait` returns the folder, or raises what failed; training continues regardless.
+        a time. `Save.wait` returns the folder, or raises what failed; training continues regardless. The end of the
+        engine's `with` block waits too; `close` alone does not.
 
         training: further plain values to keep, such as the position in the data (`Checkpoint.training["run"]` returns
         them). step: the number in the name, by default `steps`. score, write_more: see `CheckpointFacts`.
@@ -535,12 +536,19 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
         return f"<Engine of {self.structure.name}: {numel:,} parameters{frozen}, {how}, {state}>"
 
     def close(self) -> None:
-        """Stop the workers and free the memory; pending updates are dropped with the weights. In a forked child this
-        does nothing: the engine's resources belong to the process that made it."""
+        """Stop the workers and free the memory; pending updates are dropped with the weights, and a save in progress is
+        given up, unless a `with` block that makes the engine ends without an error. In a forked child this does
+        nothing: the engine's resources belong to the process that made it."""
         self.parts.close()
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close the engine; without an error, once a save in progress is complete. Raises what failed in it."""
+        save = self.parts.saver.current
+        try:
+            if kind is None and save is not None and save.is_under_way:
+                save.wait()
+        finally:
+            self.close()
 
 
 def _say_it_is_applied(error: BaseException) -> None:

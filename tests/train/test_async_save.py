@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from itertools import count, product
 from pathlib import Path
 from typing import Any
@@ -331,10 +332,11 @@ def test_restored_freezing_is_kept_and_missing_moments_reported(tmp_path: Path) 
 # Failures ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_failed_save_lets_training_go_on_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: RangeWriter, *given: object) -> None:
-        raise OSError(28, "No space left on device")
+def full(self: RangeWriter, *given: object) -> None:
+    raise OSError(28, "No space left on device")
 
+
+def test_a_failed_save_lets_training_go_on_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with made(chosen(shares_memory=True), tmp_path) as engine:
         steps(engine, 1)
         engine.save(tmp_path / "run").wait()
@@ -352,9 +354,28 @@ def test_a_failed_save_lets_training_go_on_and_leaves_nothing(tmp_path: Path, mo
         assert steps(engine, 4)[2:] == found
 
 
-def test_closing_an_engine_abandons_its_save(tmp_path: Path, slow_disk: SlowDisk) -> None:
-    with made(chosen(placements=(DEVICE, DISK, Placement(), Placement(), DEVICE)), tmp_path, "sim:1") as engine:
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_with_block_ends_once_its_save_is_complete(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow_disk: SlowDisk
+) -> None:
+    """Nobody has to wait for the last checkpoint of a script, or to ask whether it was written."""
+    raised = pytest.raises(CheckpointError, match="No space left on device") if fails else nullcontext()
+    with raised, made(chosen(shares_memory=True), tmp_path) as engine:
+        if fails:
+            monkeypatch.setattr(RangeWriter, "write", full)
         save = engine.save(tmp_path / "run")
+    assert save.is_over
+    assert [full_check(found) for found in checkpoints(tmp_path / "run")] == ([] if fails else [[]])
+
+
+@pytest.mark.parametrize("how", ["closed", "left by an error"])
+def test_closing_an_engine_abandons_its_save(how: str, tmp_path: Path, slow_disk: SlowDisk) -> None:
+    placements = (DEVICE, DISK, Placement(), Placement(), DEVICE)
+    with suppress(KeyError), made(chosen(placements=placements), tmp_path, "sim:1") as engine:
+        save = engine.save(tmp_path / "run")
+        if how == "left by an error":
+            raise KeyError
+        engine.close()
     assert save.is_over
     with pytest.raises(CheckpointError, match="given up"):
         save.wait()
