@@ -180,7 +180,7 @@ def refuse_changes(config: Config, resumed: Checkpoint, say: Say) -> None:
     changes = changes_between(then, config.model_dump(mode="json"))
     if not changes:
         return
-    told = {key: f"{key} {_short(before)} -> {_short(now)}" for key, (before, now) in changes.items()}
+    told = {key: f"{key} {_short(before, now)} -> {_short(now, before)}" for key, (before, now) in changes.items()}
     if kept := [line for key, line in told.items() if _within(key, ("adapter",)) and key != "adapter.path"]:
         what = f"holds an adapter with other settings, which cannot change: {'; '.join(kept)}"
         fix = "set them as they were, or start a new run"
@@ -322,6 +322,9 @@ def _within(key: str, names: tuple[str, ...]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
-def _short(value: Any, most: int = 60) -> str:
+def _short(value: Any, other: Any, most: int = 60) -> str:
+    """A changed value; of a mapping only what differs from the other one."""
+    if isinstance(value, Mapping) and isinstance(other, Mapping):
+        value = {key: entry for key, entry in value.items() if key not in other or other[key] != entry}
     text = str(value)
     return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -503,6 +503,21 @@ def test_only_user_changes_are_reported(
     assert said == ([f"changed since the checkpoint: {told}"] if told else [])
 
 
+def test_of_changed_mappings_only_what_differs_is_reported(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    then = config.model_dump(mode="json")
+    then["train"]["muon"] |= {"momentum": 0.9, "cut": {"*": 2}}
+    then["train"]["learning_rates"] = {"*norm*": 0.1, "*head*": 0.2}
+    train_ = config.train.model_copy(update={"learning_rates": {"*norm*": 0.1}})
+    run = {"step": 1, "data": {}, "config": then}
+    resumed = cast(Checkpoint, SimpleNamespace(training={"run": run}, folder=tmp_path))
+    said: list[str] = []
+    refuse_changes(config.model_copy(update={"train": train_}), resumed, said.append)
+    muon = "{'momentum': 0.9, 'cut': {'*': 2}} -> {'momentum': 0.95, 'cut': {}}"
+    rates = "train.learning_rates {'*head*': 0.2} -> {}"
+    assert sorted(said[0].removeprefix("changed since the checkpoint: ").split("; ")) == [rates, f"train.muon {muon}"]
+
+
 def test_checkpoints_with_old_config_keys_resume(tmp_path: Path) -> None:
     """Whatever has a new name since: nothing of it counts as a change, and a change is told by the new name."""
     config = config_of(tmp_path)
