@@ -86,7 +86,10 @@ def _refuse_absent_driver(device: str) -> None:
 
 
 def _refuse_unwritable(config: Config) -> None:
-    for folder, key in ((config.folder, "output.folder"), (config.checkpoints, "checkpoint.folder")):
+    folders = {"output.folder": config.folder, "checkpoint.folder": config.checkpoints}
+    if not config.data.streaming:  # a stream is read without a cache
+        folders["data.cache"] = config.data.cache_folder
+    for key, folder in folders.items():
         nearest = nearest_folder(folder)
         if not os.access(nearest, os.W_OK | os.X_OK):
             raise ConfigError(f"{nearest} is not writable", where=str(folder), fix=f"choose another {key}")

@@ -125,13 +125,17 @@ def test_train_runs_the_same_early_checks(tmp_path: Path) -> None:
         train(configuration(tmp_path, data={"sources": [str(tmp_path / "gone.txt")]}))
 
 
-def test_unwritable_output_folders_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def access(path: Path, mode: int) -> bool:
-        return Path(path) != tmp_path
-
-    monkeypatch.setattr(early_checks.os, "access", access)  # root may write everywhere
-    with pytest.raises(ConfigError, match=f"{tmp_path} is not writable; choose another output.folder"):
-        refuse_mistakes(configuration(tmp_path))
+@pytest.mark.parametrize("key", ["output.folder", "checkpoint.folder", "data.cache"])
+def test_unwritable_folders_are_refused(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    locked = tmp_path / "locked"
+    locked.mkdir()
+    monkeypatch.setattr(early_checks.os, "access", lambda path, _: Path(path) != locked)  # root may write everywhere
+    section, _, name = key.partition(".")
+    config = configuration(tmp_path, **{section: {name: str(locked / "new")}})
+    with pytest.raises(ConfigError, match=f"{locked} is not writable; choose another {key}"):
+        refuse_mistakes(config)
+    if key == "data.cache":
+        refuse_mistakes(configuration(tmp_path, data={"cache": str(locked / "new"), "streaming": True}))
 
 
 def test_leftover_metrics_do_not_block_a_run(tmp_path: Path) -> None:
