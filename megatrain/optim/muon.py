@@ -158,6 +158,7 @@ class Muon(Optimizer):
 
     def _refuse_to_cut(self, param: ParamSpec, count: int, parts: int) -> None:
         """Raise ConfigError unless the rows of each of a parameter's matrices make so many equal parts."""
+        fix = "leave it out, so that it is updated whole" if count else "leave it out, since AdamW updates it"
         if not count:
             why = "is no matrix"
         elif param.inputs_first:
@@ -166,7 +167,7 @@ class Muon(Optimizer):
             why = f"has {matrix_shape(param.shape, count)[0]} rows, which make no {parts} equal parts"
         else:
             return
-        raise ConfigError(f"{param.name} {why}", where="cut", fix="leave it out, so that it is updated whole")
+        raise ConfigError(f"{param.name} {why}", where="cut", fix=fix)
 
     def refuse_patterns(self, trained: Sequence[ParamSpec], frozen: Iterable[str] = ()) -> None:
         """Raise ConfigError if a pattern matches no parameter, or if two of one list match the same one.
