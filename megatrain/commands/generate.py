@@ -85,7 +85,7 @@ class GenerationModel:
         if room < 1 or room < (wanted or 0):
             what = f"a prompt of {length:,} tokens" + (f" and {wanted:,} new ones" if wanted and room > 0 else "")
             fix = f"ask for at most {room:,} new ones" if room > 0 else "use a shorter prompt"
-            raise BatchError(f"{what} exceed the model's {self.positions:,} positions", where=WHERE, fix=fix)
+            raise BatchError(f"{what}: more than the model's {self.positions:,} positions", where=WHERE, fix=fix)
         return min(USUAL_NEW_TOKENS, room) if wanted is None else wanted
 
 
