@@ -22,6 +22,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -364,16 +365,31 @@ def engine_options(trainer: Any, given: EngineOptions) -> EngineOptions:
 
 def _algorithm(trainer: Any, given: EngineOptions) -> Optimizer:
     if isinstance(optimizer := given.get("optimizer"), Optimizer):
-        if isinstance(optimizer, Muon) and optimizer.adamw and optimizer.lr != trainer.args.learning_rate:
-            what = f"learning_rate={trainer.args.learning_rate} in the arguments, and lr={optimizer.lr} of Muon"
-            fix = "set both to the peak of matrices; AdamW's rate follows with its own peak"
-            raise ConfigError(what, where="StreamedTrainer", fix=fix)
+        _refuse_two_values(trainer.args, optimizer)
         return optimizer
     args, model = trainer.args, base_of(trainer.model)
     decaying = set(trainer.get_decay_parameter_names(model))
     others = tuple(name for name, _ in model.named_parameters() if name not in decaying)
     betas = (args.adam_beta1, args.adam_beta2)
     return AdamW(args.learning_rate, betas, args.adam_epsilon, args.weight_decay, others)
+
+
+def _refuse_two_values(args: Any, optimizer: Optimizer) -> None:
+    """Raise `ConfigError` if arguments and the user's optimizer have different values, of which one would be ignored.
+    A value that is nothing but its default gives way."""
+    of = type(optimizer).__name__
+    if args.learning_rate != optimizer.lr and (getattr(optimizer, "adamw", None) or optimizer.lr != type(optimizer).lr):
+        what = f"learning_rate={args.learning_rate} in the arguments, and lr={optimizer.lr} of {of}"
+        fix = "set both to the peak" + (" of matrices; AdamW's rate follows with its own peak" if of == "Muon" else "")
+        raise ConfigError(what, where="StreamedTrainer", fix=fix)
+    elementwise = optimizer.elementwise if isinstance(optimizer, Muon) else optimizer
+    betas = getattr(elementwise, "betas", (None, None))
+    ours = {"weight_decay": optimizer.weight_decay, "adam_beta1": betas[0], "adam_beta2": betas[1]}
+    usual = {field.name: field.default for field in fields(args)}
+    for name, value in {**ours, "adam_epsilon": getattr(elementwise, "eps", None)}.items():
+        if (given := getattr(args, name)) not in (usual[name], value):
+            what = f"{name}={given} in the arguments, and {'none' if value is None else value} of {of}"
+            raise ConfigError(what, where="StreamedTrainer", fix=f"leave {name} out, and set that of the optimizer")
 
 
 def _on_rank_0(world: World, work: Callable[[], object]) -> None:

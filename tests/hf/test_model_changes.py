@@ -16,7 +16,7 @@ from megatrain.errors import ConfigError
 from megatrain.hf import StreamedTrainer
 from megatrain.hf.model_changes import refuse_changes, snapshot_of
 from megatrain.hf.optimizer import EngineOptimizer
-from megatrain.optim import AdamW
+from megatrain.optim import AdamW, Lion, Muon, Optimizer
 from megatrain.train.restore import optimizer_in
 from tests.hf.test_trainer import QUICK, arguments, rows
 from tests.tiny import relative_error, tiny_model
@@ -285,11 +285,32 @@ def test_a_checkpoint_holds_peak_learning_rates(rates: tuple[tuple[str, float], 
 def test_engine_optimizer_options_are_kept(tmp_path: Path) -> None:
     made = AdamW(1e-3, betas=(0.5, 0.6), weight_decay=0.3, no_decay=("*norm*",))
     ours = StreamedTrainer(
-        model=tiny_model(), args=arguments(tmp_path, max_steps=1, eval_strategy="no"), train_dataset=rows(4, 1),
-        engine_options={"verify": False, "optimizer": made},
+        model=tiny_model(), args=arguments(tmp_path, max_steps=1, eval_strategy="no", weight_decay=0.0),
+        train_dataset=rows(4, 1), engine_options={"verify": False, "optimizer": made},
     )  # fmt: skip
     ours.train()
     assert ours.engine.optimizer == made
+
+
+@pytest.mark.parametrize(
+    ("made", "given", "what"),
+    [
+        (AdamW(2e-3), {}, "learning_rate=0.005 in the arguments, and lr=0.002 of AdamW; set both to the peak$"),
+        (Lion(2e-4), {}, "learning_rate=0.005 in the arguments, and lr=0.0002 of Lion; set both"),
+        (Muon(), {"weight_decay": 0.3}, "weight_decay=0.3 in the arguments, and 0.1 of Muon; leave weight_decay out"),
+        (Muon(), {"adam_beta1": 0.5}, "adam_beta1=0.5 in the arguments, and 0.9 of Muon"),
+        (Lion(), {"weight_decay": 0.0, "adam_epsilon": 1e-4}, "adam_epsilon=0.0001 in the arguments, and none of Lion"),
+    ],
+)
+def test_arguments_and_an_optimizer_that_differ_are_refused(
+    made: Optimizer, given: dict[str, Any], what: str, tmp_path: Path
+) -> None:
+    """One of the two would be ignored."""
+    options = {**QUICK["engine_options"], "optimizer": made}
+    args = arguments(tmp_path, max_steps=1, eval_strategy="no", **given)
+    trainer = StreamedTrainer(model=tiny_model(), args=args, train_dataset=rows(4, 1), engine_options=options)
+    with pytest.raises(ConfigError, match=what):
+        trainer.train()
 
 
 @pytest.mark.parametrize(
