@@ -45,7 +45,7 @@ LIBRARIES = ("torch", "transformers", "numpy")
 
 NewMoments = Literal["refuse", "zero"]
 """Treatment of parameters that train now but did not in the checkpoint."""
-ZEROS = "accept that the state starts as zeros (new='zero', or accept_changes=true in a run)"
+ZEROS = "accept that the state starts as zeros (Engine.from_checkpoint with new='zero', or accept_changes=true in a run)"
 """What to do if a checkpoint lacks what the optimizer keeps."""
 
 
