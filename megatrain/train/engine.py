@@ -68,6 +68,7 @@ from megatrain.train.restore import (
     as_saved,
     frozen_in,
     optimizer_in,
+    options_in,
     refuse_other_base,
     refuse_other_state,
     source_in,
@@ -236,13 +237,14 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
         """An engine that continues where `save` was called: bit-exact, whatever the policy, tiers and device memory.
 
         checkpoint: a folder `step-...`, which is checked first, one of another trainer, or an open one. Frozen
-        parameters stay frozen; the optimizer is the checkpoint's unless given; clipping, device and policy are as for
-        `from_model`. source: the checkpoint as a source, frozen as wanted, if there is one, or another trainer's model.
-        new: whether parameters that did not train before are refused, or start with zero moments. Raises
-        `DamagedCheckpoint`, `CheckpointError`, and what `from_pretrained` raises.
+        parameters stay frozen; optimizer, numerics and clipping are the checkpoint's unless given; device and policy
+        are as for `from_model`. source: the checkpoint as a source, frozen as wanted, if there is one, or another
+        trainer's model. new: whether parameters that did not train before are refused, or start with zero moments.
+        Raises `DamagedCheckpoint`, `CheckpointError`, and what `from_pretrained` raises.
         """
         options = checked_options(options)
         opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+        options = checked_options({**options, **options_in(opened, options)})  # type: ignore[typeddict-item]
         given = source.source if isinstance(source, SourceInUnits) else source
         read = source_in(opened, given, attention=attention, trust_remote_code=trust_remote_code)
         if given is None:

@@ -45,7 +45,9 @@ LIBRARIES = ("torch", "transformers", "numpy")
 
 NewMoments = Literal["refuse", "zero"]
 """Treatment of parameters that train now but did not in the checkpoint."""
-ZEROS = "accept that the state starts as zeros (Engine.from_checkpoint with new='zero', or accept_changes=true in a run)"
+ZEROS = (
+    "accept that the state starts as zeros (Engine.from_checkpoint with new='zero', or accept_changes=true in a run)"
+)
 """What to do if a checkpoint lacks what the optimizer keeps."""
 
 
@@ -112,6 +114,19 @@ def optimizer_in(checkpoint: Checkpoint) -> Optimizer:
     except ConfigError as error:
         what, fix = f"its optimizer cannot go on ({error.what})", "give another optimizer, and new='zero'"
         raise CheckpointError(what, where=str(checkpoint.folder), fix=fix) from error
+
+
+def options_in(checkpoint: Checkpoint, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Numerics and clipping of a checkpoint, for an engine whose caller has not `given` them. Those that it does not
+    hold, being an older version's or another trainer's, are left out. Raises `PlanError` for unknown numerics."""
+    if isinstance(checkpoint, PeerCheckpoint):
+        return {}
+    facts, held = facts_in(checkpoint), dict[str, Any]()
+    if "precision" in facts and given.get("precision") is given.get("numerics") is None:
+        held["numerics"] = Numerics(**{"precision": facts["precision"], **facts.get("numerics", {})})
+    if "max_grad_norm" in facts and "max_grad_norm" not in given:
+        held["max_grad_norm"] = facts["max_grad_norm"]
+    return held
 
 
 def frozen_in(checkpoint: Checkpoint, names: Iterable[str]) -> list[str]:

@@ -274,6 +274,21 @@ def test_any_policy_and_tiers_resume_to_the_same_bits(
         assert set(engine.diagnostics.applied_updates().values()) == {6}
 
 
+@pytest.mark.parametrize("clip", [None, 1e-3])
+def test_an_engine_of_a_checkpoint_computes_as_it_did_unless_told_otherwise(clip: float | None, tmp_path: Path) -> None:
+    numerics = Numerics("fp32", loss_chunk_tokens=5, mlp_chunk_tokens=4)
+    model, optimizer = tiny_model(), AdamW(lr=1e-2)
+    with Engine.from_model(model, optimizer=optimizer, numerics=numerics, max_grad_norm=clip, verify=False) as engine:
+        steps(engine, 1)
+        saved = engine.save(tmp_path / "run").wait()
+        expected = steps(engine, 2), engine.master_weights()
+    with Engine.from_checkpoint(saved, verify=False) as again:
+        assert (again.numerics, steps(again, 2)) == (numerics, expected[0])
+        assert equal(again.master_weights(), expected[1])
+    with Engine.from_checkpoint(saved, precision="bf16", verify=False) as other:
+        assert other.numerics == Numerics("bf16")
+
+
 def test_an_engine_restores_in_place(tmp_path: Path) -> None:
     with made(chosen(shares_memory=True), tmp_path) as engine:
         steps(engine, 2)
