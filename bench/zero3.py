@@ -39,6 +39,7 @@ from megatrain.plan import (
     step_flops,
 )
 from megatrain.plan.estimates import coarse, cut, shallow
+from megatrain.plan.placement import ON_DEVICE
 from megatrain.schedule import Access, Op, Schedule, replay
 from megatrain.schedule.build import Builder
 from megatrain.schedule.contents import Gradient
@@ -256,18 +257,15 @@ def published(plan: Plan) -> list[Taken]:
 
 
 def in_memory(plan: Plan) -> Taken:
-    """As it fits; else the quickest, with the bytes of the most modest. One processor does it all, in whatever order.
+    """As it fits; else the quickest, with the bytes of the most modest.
 
     Time is that of all micro-batches, memory that of one: activations of another do not exist beside it.
     """
     question, found = plan.question, []
-    bandwidth = question.hardware.device_bandwidth or float("inf")
-    slow = replace(question.hardware, shares_memory=True, norm_bandwidth=None, optimizer_bandwidth=())
-    hardware = replace(slow, host_bandwidth=bandwidth, fetch_bandwidth=bandwidth, grad_bandwidth=bandwidth)
-    resident = replace(question, hardware=hardware, model=_with_device_attention(question.model))
-    plain = replace(plan.policy, placements=(), activations_by_layer=(), update="next_forward")
-    plain = replace(plain, shares_memory=True, transfer="pinned")
-    stores = question.model.units[1].profile.outputs.chosen_nbytes > 0
+    model, bandwidth = question.model, question.hardware.device_bandwidth or float("inf")
+    plain = replace(plan.policy, placements=(ON_DEVICE,) * len(model.units), streamed_updates=0.0)
+    plain = replace(plain, activations_by_layer=(), update="next_forward", micro_batches_per_round=0)
+    stores = model.units[1].profile.outputs.chosen_nbytes > 0
     ways: list[dict[str, Any]] = [
         {"activations_by_layer": ((kept,),)} for kept in (("chosen", "attention") if stores else ())
     ]
@@ -276,22 +274,14 @@ def in_memory(plan: Plan) -> Taken:
         numerics = replace(plan.numerics, grad_precision="fp32" if rows < question.sequences else None)
         for way in ways:
             chosen = Choice(numerics, plain).change(**way)
-            taken, masters = estimate(resident, chosen, rows), _beside(numerics, 1)
-            one = estimate(replace(resident, tokens_per_step=rows * question.length), chosen, rows)
-            passes = 2 * masters * question.model.trained_numel / bandwidth
+            taken, masters = estimate(question, chosen, rows), _beside(numerics, 1)
+            one = estimate(replace(question, tokens_per_step=rows * question.length), chosen, rows)
+            passes = 2 * masters * model.trained_numel / bandwidth
             words = f"{_batches(question, rows)}, {describe_activations(chosen.policy)}"
-            nbytes = one.nbytes["host"] + masters * question.model.numel
+            nbytes = one.nbytes["device"] + masters * model.numel
             found.append(Taken("in memory", words, taken.seconds + passes, taken.busy["compute"], nbytes, 0))
     quickest = best(found, plan)
     return quickest if quickest.fits else replace(quickest, device_nbytes=min(each.device_nbytes for each in found))
-
-
-def _with_device_attention(model: ModelSpec) -> ModelSpec:
-    """Without what a cpu, which alone computes in host memory, has no fused kernel for."""
-    others = [tuple(each for each in unit.profile.others if each[0] != "cpu") for unit in model.units]
-    profiles = [replace(unit.profile, others=kept) for unit, kept in zip(model.units, others, strict=True)]
-    units = [replace(unit, profile=profile) for unit, profile in zip(model.units, profiles, strict=True)]
-    return replace(model, units=tuple(units))
 
 
 # What is shown -------------------------------------------------------------------------------------------------------

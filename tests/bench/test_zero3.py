@@ -81,16 +81,6 @@ def test_in_memory_is_shown_at_the_speed_it_would_have_where_it_does_not_fit() -
     assert large.device_nbytes < machine("b200").device_nbytes
 
 
-def test_in_memory_has_the_attention_of_a_device() -> None:
-    """Where a cpu has no fused kernel for it, a device that holds everything is no cpu."""
-    layer = MODEL.units[1].profile
-    scores = replace(layer, graph=replace(layer.graph, per_pair=64.0), others=())
-    units = [replace(unit, profile=replace(unit.profile, others=(("cpu", scores),))) for unit in MODEL.units]
-    plain, without_kernel = MODEL, replace(MODEL, units=tuple(units))
-    found = [zero3.in_memory(planned(model, "h200", 8192, 4096)) for model in (plain, without_kernel)]
-    assert found[0] == found[1]
-
-
 def test_a_system_that_needs_more_host_memory_than_there_is_is_marked() -> None:
     plan = find_plan(asked(MODEL, "h200", 16_384, 2048, overrides=IN_HOST))
     tight = replace(plan.question, limits=Limits(host_nbytes=int(1.01 * plan.nbytes["host"])))
