@@ -1,6 +1,6 @@
 """What fits on which machine: known models on described machines, as the planner sees them.
 
-    python -m bench.fits [--adapters | --files | --floors | --muon] [--docs FILE ...]
+    python -m bench.fits [--adapters | --drive | --files | --floors | --muon] [--docs FILE ...]
 
 Each cell is what `megatrain plan MODEL --hardware NAME` answers: the step is the largest of 65,536 tokens, or half as
 many and so on, that fits, in sequences of 4,096 tokens, with exact gradient clipping and checkpoints. `--docs` replaces
@@ -11,7 +11,9 @@ says.
 
 `--adapters` makes another table: for GPUs and sizes of host memory, without a disk and with the base in memory, the
 largest of some bases over which `megatrain plan MODEL --adapter lora:16` finds a plan for one sequence. That takes four
-minutes. `--files` plans for larger bases on a GPU of 24 GB, what the host has no room for being read from the model's
+minutes. `--drive` plans for the models whose state waits on a drive, with steps of two sizes, beside the most that the
+planner's sums allow: tokens of the fastest mixture that fits, were each pass as short as its busiest stream. That takes
+three. `--files` plans for larger bases on a GPU of 24 GB, what the host has no room for being read from the model's
 files, taken to be in bfloat16. That takes ten. `--floors` shows the least host memory with all state on the disk, as a
 refusal of one sequence on an H200 names it, in one minute. `--muon` plans for models that 64 or 128 GB of host memory
 do not hold easily, with AdamW and with Muon; bytes a parameter are those of all state, gradients and directions in host
@@ -33,8 +35,9 @@ from megatrain.commands.plan import LENGTH, TOKENS_PER_STEP, find_model
 from megatrain.errors import DoesNotFit
 from megatrain.formatting import amount, at_least
 from megatrain.optim import AdamW, Muon, described
-from megatrain.plan import Plan, Question, find_plan, machine
+from megatrain.plan import Plan, Question, find_plan, machine, survey
 from megatrain.schedule import Use
+from megatrain.schedule.replay import DISK_STREAMS
 from megatrain.spec import Hardware, Limits, ModelSpec
 
 GB = 10**9
@@ -86,9 +89,9 @@ def machine_called(name: str) -> Hardware:
     return found if host_nbytes is None else replace(found, host_nbytes=host_nbytes)
 
 
-def planned(model: ModelSpec, hardware: Hardware) -> Plan | None:
-    """The plan of the most tokens a step that fit; `None` where not one sequence does."""
-    return most_tokens_that_fit(Question(model, hardware, TOKENS_PER_STEP, LENGTH, saves=True))
+def planned(model: ModelSpec, hardware: Hardware, most: int = TOKENS_PER_STEP) -> Plan | None:
+    """The plan of the most tokens a step that fit, up to `most`; `None` where not one sequence does."""
+    return most_tokens_that_fit(Question(model, hardware, most, LENGTH, saves=True))
 
 
 def cell(plan: Plan | None) -> str:
@@ -181,6 +184,43 @@ def files_cells(plan: Plan | None) -> str:
     return f"{speed} | {tokens} | {there} | {amount(plan.read_from_files_nbytes)}"
 
 
+# Beside a drive -------------------------------------------------------------------------------------------------------
+
+BESIDE_A_DRIVE = (
+    "Qwen/Qwen3-14B",
+    "Qwen/Qwen3-30B-A3B",
+    "Qwen/Qwen3-32B",
+    "meta-llama/Llama-3.3-70B-Instruct",
+    "Qwen/Qwen3-235B-A22B",
+    "openai/gpt-oss-120b",
+)
+STEPS = (TOKENS_PER_STEP, 2 * TOKENS_PER_STEP)
+"""Tokens a step, or as many as fit."""
+
+
+def drive_table() -> list[str]:
+    """On an RTX 4090 with 64 GB of host memory and a drive of 4 TB that is as fast as the one described with it."""
+    heads = "model | tokens a step | planned tokens/s | at most | the drive is busy | written per billion tokens"
+    lines = [f"| {heads} |", "|---" * 6 + "|"]
+    hardware = replace(machine("rtx-4090"), host_nbytes=64 * GB, disk_nbytes=4000 * GB)
+    for name in BESIDE_A_DRIVE:
+        model = find_model(name, "bf16")
+        plans = {plan.work: plan for step in STEPS if (plan := planned(model, hardware, step))}
+        for plan in plans.values():
+            lines.append(f"| {name.partition('/')[2]} | {drive_cells(plan)} |")
+            print(lines[-1], file=sys.stderr, flush=True)
+    return lines
+
+
+def drive_cells(plan: Plan) -> str:
+    tokens, question = sum(plan.work.tokens), plan.question
+    (promised,) = survey(question, [question.budgets()])
+    most = f"{tokens / promised.least_seconds():,.0f}" if promised else ""
+    busy = max(map(plan.busy_seconds, DISK_STREAMS)) / plan.seconds
+    written = amount(round(plan.written_nbytes * GB / tokens))
+    return f"{tokens:,} | {plan.tokens_per_second:,.0f} | {most} | {busy:.0%} | {written}"
+
+
 # The least host memory ------------------------------------------------------------------------------------------------
 
 FLOORS = (
@@ -245,6 +285,7 @@ def muon_cells(plan: Plan | None) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="what fits on which machine, by the planner")
     parser.add_argument("--adapters", action="store_true", help="the largest bases of adapters")
+    parser.add_argument("--drive", action="store_true", help="models beside a drive, with steps of two sizes")
     parser.add_argument("--files", action="store_true", help="larger bases of adapters, read from their files")
     parser.add_argument("--floors", action="store_true", help="the least host memory of large models")
     parser.add_argument("--muon", action="store_true", help="Muon beside AdamW")
@@ -253,6 +294,8 @@ def main() -> int:
     by = "bench.fits"
     if arguments.files:
         name, lines, by = "files", files_table(), "bench.fits --files"
+    elif arguments.drive:
+        name, lines, by = "drive", drive_table(), "bench.fits --drive"
     elif arguments.floors:
         name, lines, by = "floors", floors_table(), "bench.fits --floors"
     elif arguments.muon:
