@@ -76,6 +76,18 @@ def test_fused_elementwise_ops_move_two_fifths_of_the_bytes(name: str) -> None:
     assert prices[0] > prices[1] == pytest.approx(prices[2])
 
 
+@pytest.mark.parametrize(("name", "share"), [("FORWARD u1 m0", 0.37), ("BACKWARD u1 m0", 0.37), ("LOSS u2 m0", 1.0)])
+def test_a_fused_layer_launches_fewer_kernels_and_the_head_as_many(name: str, share: float) -> None:
+    """Where the host decides."""
+    hardware, policy, prices = replace(SLOW, launch_seconds=1e6), Policy(activations="keep"), []
+    for kernels in ("stock", "fused"):
+        numerics = Numerics(kernels=kernels)  # type: ignore[arg-type]
+        price = op_seconds(model(), numerics, policy, Work((8,)), hardware)
+        schedule = build_step(model(), numerics, policy, Work((8,)))
+        prices.append(price(next(op for op in schedule.ops if op.name == name)))
+    assert prices[1] == pytest.approx(share * prices[0], rel=0.01)
+
+
 def test_the_prologue_is_priced_by_its_op_launches() -> None:
     hardware = replace(SLOW, launch_seconds=1.0)
     schedule = build_step(model(), Numerics(), Policy(), Work((8,)))
