@@ -81,7 +81,7 @@ def test_a_fused_layer_launches_fewer_kernels_and_the_head_as_many(name: str, sh
     """Where the host decides."""
     hardware, policy, prices = replace(SLOW, launch_seconds=1e6), Policy(activations="keep"), []
     for kernels in ("stock", "fused"):
-        numerics = Numerics(kernels=kernels)  # type: ignore[arg-type]
+        numerics = Numerics(kernels=kernels)
         price = op_seconds(model(), numerics, policy, Work((8,)), hardware)
         schedule = build_step(model(), numerics, policy, Work((8,)))
         prices.append(price(next(op for op in schedule.ops if op.name == name)))
