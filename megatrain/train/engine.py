@@ -544,10 +544,11 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
         self.parts.close()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close the engine; without an error, once a save in progress is complete. Raises what failed in it."""
+        """Close the engine; without an error, once a save in progress is complete. Raises what failed in the last save,
+        unless `Save.wait` has."""
         save = self.parts.saver.current
         try:
-            if kind is None and save is not None and save.is_under_way:
+            if kind is None and save is not None and save.is_awaited:
                 save.wait()
         finally:
             self.close()
