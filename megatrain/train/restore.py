@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatrain.checkpoint.load import Checkpoint
 from megatrain.checkpoint.peer_checkpoints import PeerCheckpoint
-from megatrain.errors import CheckpointError, ConfigError, ModelError
+from megatrain.errors import CheckpointError, ConfigError, ModelError, PlanError
 from megatrain.memory import Store
 from megatrain.memory.unit_state import read_ahead
 from megatrain.model import Fills, FreshSource, PortedModel, PretrainedSource, Progress, Source, pretrained_source
@@ -118,12 +118,17 @@ def optimizer_in(checkpoint: Checkpoint) -> Optimizer:
 
 def options_in(checkpoint: Checkpoint, given: Mapping[str, Any]) -> dict[str, Any]:
     """Numerics and clipping of a checkpoint, for an engine whose caller has not `given` them. Those that it does not
-    hold, being an older version's or another trainer's, are left out. Raises `PlanError` for unknown numerics."""
+    hold, being an older version's or another trainer's, are left out. Raises `CheckpointError` for numerics that this
+    version lacks."""
     if isinstance(checkpoint, PeerCheckpoint):
         return {}
     facts, held = facts_in(checkpoint), dict[str, Any]()
     if "precision" in facts and given.get("precision") is given.get("numerics") is None:
-        held["numerics"] = Numerics(**{"precision": facts["precision"], **facts.get("numerics", {})})
+        try:
+            held["numerics"] = Numerics(**{"precision": facts["precision"], **facts.get("numerics", {})})
+        except (PlanError, TypeError) as error:  # of layers by torch.compile, say, or a newer version's
+            what = f"its numerics are none of this version ({error.what if isinstance(error, PlanError) else error})"
+            raise CheckpointError(what, where=str(checkpoint.folder), fix="give numerics, or precision") from error
     if "max_grad_norm" in facts and "max_grad_norm" not in given:
         held["max_grad_norm"] = facts["max_grad_norm"]
     return held

@@ -287,6 +287,11 @@ def test_an_engine_of_a_checkpoint_computes_as_it_did_unless_told_otherwise(clip
         assert equal(again.master_weights(), expected[1])
     with Engine.from_checkpoint(saved, precision="bf16", verify=False) as other:
         assert other.numerics == Numerics("bf16")
+    for unknown in ({"kernels": "compile"}, {"of_later_versions": 1}):
+        opened = open_checkpoint(saved)
+        opened.training["engine"]["numerics"] |= unknown
+        with pytest.raises(CheckpointError, match=r"its numerics are none of this version.*; give numerics, or precis"):
+            Engine.from_checkpoint(opened)
 
 
 def test_an_engine_restores_in_place(tmp_path: Path) -> None:
