@@ -378,14 +378,14 @@ def _refuse_two_values(args: Any, optimizer: Optimizer) -> None:
     """Raise `ConfigError` if arguments and the user's optimizer have different values, of which one would be ignored.
     A value that is nothing but its default gives way."""
     of = type(optimizer).__name__
-    if args.learning_rate != optimizer.lr and (getattr(optimizer, "adamw", None) or optimizer.lr != type(optimizer).lr):
+    usual, own = ({field.name: field.default for field in fields(each)} for each in (args, optimizer))
+    if args.learning_rate != optimizer.lr and (getattr(optimizer, "adamw", None) or optimizer.lr != own["lr"]):
         what = f"learning_rate={args.learning_rate} in the arguments, and lr={optimizer.lr} of {of}"
         fix = "set both to the peak" + (" of matrices; AdamW's rate follows with its own peak" if of == "Muon" else "")
         raise ConfigError(what, where="StreamedTrainer", fix=fix)
     elementwise = optimizer.elementwise if isinstance(optimizer, Muon) else optimizer
     betas = getattr(elementwise, "betas", (None, None))
     ours = {"weight_decay": optimizer.weight_decay, "adam_beta1": betas[0], "adam_beta2": betas[1]}
-    usual = {field.name: field.default for field in fields(args)}
     for name, value in {**ours, "adam_epsilon": getattr(elementwise, "eps", None)}.items():
         if (given := getattr(args, name)) not in (usual[name], value):
             what = f"{name}={given} in the arguments, and {'none' if value is None else value} of {of}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -292,11 +293,19 @@ def test_engine_optimizer_options_are_kept(tmp_path: Path) -> None:
     assert ours.engine.optimizer == made
 
 
+@dataclass(frozen=True)
+class PlugIn(Lion):
+    """An optimizer whose rate has no default."""
+
+    lr: float = field(kw_only=True)
+
+
 @pytest.mark.parametrize(
     ("made", "given", "what"),
     [
         (AdamW(2e-3), {}, "learning_rate=0.005 in the arguments, and lr=0.002 of AdamW; set both to the peak$"),
         (Lion(2e-4), {}, "learning_rate=0.005 in the arguments, and lr=0.0002 of Lion; set both"),
+        (PlugIn(lr=1e-4), {}, "learning_rate=0.005 in the arguments, and lr=0.0001 of PlugIn; set both"),
         (Muon(), {"weight_decay": 0.3}, "weight_decay=0.3 in the arguments, and 0.1 of Muon; leave weight_decay out"),
         (Muon(), {"adam_beta1": 0.5}, "adam_beta1=0.5 in the arguments, and 0.9 of Muon"),
         (Lion(), {"weight_decay": 0.0, "adam_epsilon": 1e-4}, "adam_epsilon=0.0001 in the arguments, and none of Lion"),
