@@ -332,7 +332,7 @@ def test_questions_are_answered_each_by_itself_with_the_system_prompt(
     model = GenerationModel(chatty, precision="fp32")
     run_chat(model, ["one", "two"], lambda text: None, system="be brief")
     assert prompts == ["s:be brief;u:one;a:", "s:be brief;u:two;a:"]
-    with pytest.raises(BatchError, match="exceed the model's 128 positions"):
+    with pytest.raises(BatchError, match="more than the model's 128 positions"):
         run_chat(model, ["x" * 200], lambda text: None)
 
 
