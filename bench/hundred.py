@@ -187,9 +187,9 @@ class Run:
         return self.folder / "narrow" / (f"{precision}-{step}" if step else "begin")
 
     @property
-    def moments(self) -> Path:
-        """The narrow model's after the step that is saved."""
-        return self.files(SAVED_STEP).with_suffix(".moments")
+    def known_state(self) -> Path:
+        """The narrow model's masters and moments after the step that is saved, by parameter and number."""
+        return self.files(SAVED_STEP).with_suffix(".state")
 
     def _numel(self, layers: int) -> int:
         config: PreTrainedConfig = with_width(self.model(layers).config, Fraction(self.repetitions))
@@ -296,11 +296,9 @@ def plain_steps(run: Run, precision: Precision) -> dict[str, Any]:
                 optimizer.step()
         kept.save_pretrained(run.files(step, precision))
         if (step, precision) == (SAVED_STEP, "fp32") and run.known_checkpoint:
-            (adamw,) = optimizers
-            moments = {name: adamw.state[masters[name]] for name in trained}
-            state = {f"{name}.{array}": each[f"exp_avg{of}"] for name, each in moments.items()
-                     for array, of in zip(AdamW.STATE, ("", "_sq"), strict=True)}  # fmt: skip
-            save_file(state, run.moments)
+            moments = {name: optimizers[0].state[masters[name]] for name in trained}
+            arrays = [masters, *({name: moments[name][key] for name in trained} for key in ("exp_avg", "exp_avg_sq"))]
+            save_file({f"{name}.{n}": of[name] for n, of in enumerate(arrays) for name in trained}, run.known_state)
     return {"losses": losses, "norms": norms}
 
 
@@ -308,9 +306,7 @@ class KnownState:
     """The wide model's masters and moments after the step that is saved, by ranges."""
 
     def __init__(self, run: Run, layouts: Sequence[Layout]) -> None:
-        self._layouts, self._repeated = layouts, run.wide.parameters
-        masters, moments = tensors_in(run.files(SAVED_STEP)), load_file(run.moments)
-        self._arrays = [masters, *({name: moments[f"{name}.{array}"] for name in masters} for array in AdamW.STATE)]
+        self._layouts, self._repeated, self._narrow = layouts, run.wide.parameters, load_file(run.known_state)
 
     def __call__(self, unit: int, array: int, start: int, stop: int) -> NDArray[np.float32]:
         """Elements [start, stop) of one array of a unit (`StateReader.read`), all of one parameter."""
@@ -319,7 +315,8 @@ class KnownState:
         repeated = self._repeated[field.name]
         factor = repeated.gradient_factor**array if array else repeated.factor
         of_copies = replace(repeated, factor=factor)
-        return of_copies.values(self._arrays[array][field.name], start - field.start, stop - field.start).numpy()
+        narrow = self._narrow[f"{field.name}.{array}"]
+        return of_copies.values(narrow, start - field.start, stop - field.start).numpy()
 
 
 def write_known_checkpoint(run: Run) -> dict[str, Any]:

@@ -82,10 +82,12 @@ def test_a_checkpoint_of_the_narrow_models_numbers_is_that_which_two_steps_lead_
     [
         {"precision": "fp32", "experts": 4},
         {"precision": "bf16", "experts": 4},
+        {"precision": "fp32", "experts": 4, "known_checkpoint": True},
         {"precision": "fp32", "experts": 4, "muon": True, "clip": 1.0},
         {"muon": True},
         {"lora": True},
         {"clip": 1.0},
+        {"clip": 1.0, "known_checkpoint": True},
     ],
     ids=str,
 )
