@@ -11,13 +11,13 @@ says.
 
 `--adapters` makes another table: for GPUs and sizes of host memory, without a disk and with the base in memory, the
 largest of some bases over which `megatrain plan MODEL --adapter lora:16` finds a plan for one sequence. That takes four
-minutes. `--drive` plans for the models whose state waits on a drive, with steps of two sizes, beside the most that the
-planner's sums allow: tokens of the fastest mixture that fits, were each pass as short as its busiest stream. That takes
-three. `--files` plans for larger bases on a GPU of 24 GB, what the host has no room for being read from the model's
-files, taken to be in bfloat16. That takes ten. `--floors` shows the least host memory with all state on the disk, as a
-refusal of one sequence on an H200 names it, in one minute. `--muon` plans for models that 64 or 128 GB of host memory
-do not hold easily, with AdamW and with Muon; bytes a parameter are those of all state, gradients and directions in host
-memory and below, without what only passes through. That takes two minutes.
+minutes. `--drive` plans for models with state on a drive, with 65,536 and 131,072 tokens a step, beside the most that
+the planner's sums allow: tokens of the fastest mixture that fits, were each pass as short as its busiest stream. It
+takes three. `--files` plans for larger bases on a GPU of 24 GB, what the host has no room for being read from the
+model's files, taken to be in bfloat16. That takes ten. `--floors` shows the least host memory with all state on the
+disk, as a refusal of one sequence on an H200 names it, in one minute. `--muon` plans for models that 64 or 128 GB of
+host memory do not hold easily, with AdamW and with Muon; bytes a parameter are those of all state, gradients and
+directions in host memory and below, without what only passes through. That takes two minutes.
 """
 
 from __future__ import annotations
@@ -285,7 +285,9 @@ def muon_cells(plan: Plan | None) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="what fits on which machine, by the planner")
     parser.add_argument("--adapters", action="store_true", help="the largest bases of adapters")
-    parser.add_argument("--drive", action="store_true", help="models beside a drive, with steps of two sizes")
+    parser.add_argument(
+        "--drive", action="store_true", help="models with state on a drive, with 65,536 and 131,072 tokens a step"
+    )
     parser.add_argument("--files", action="store_true", help="larger bases of adapters, read from their files")
     parser.add_argument("--floors", action="store_true", help="the least host memory of large models")
     parser.add_argument("--muon", action="store_true", help="Muon beside AdamW")

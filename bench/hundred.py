@@ -303,7 +303,7 @@ def plain_steps(run: Run, precision: Precision) -> dict[str, Any]:
 
 
 class KnownState:
-    """The wide model's masters and moments after the step that is saved, by ranges."""
+    """The wide model's masters and moments at the save, read a range of elements at a time."""
 
     def __init__(self, run: Run, layouts: Sequence[Layout]) -> None:
         self._layouts, self._repeated, self._narrow = layouts, run.wide.parameters, load_file(run.known_state)
@@ -535,7 +535,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     what.add_argument("--lora", action="store_true", help="train an adapter, with the model's weights in its files")
     what.add_argument("--muon", action="store_true", help="update the matrices of layers by Muon, all else by AdamW")
     what.add_argument(
-        "--known-checkpoint", action="store_true", help="resume from one made of the narrow model's numbers"
+        "--known-checkpoint", action="store_true", help="resume from a checkpoint that repeats the narrow model's state"
     )
     parser.add_argument("--clip", type=float, help="by the global norm")
     parser.add_argument("--times", type=int, default=0, help="how often the narrow model is repeated")

@@ -248,9 +248,9 @@ KERNELS, KERNELS_PER_PARAM = 12, 3
 """Kernels that a layer's forward launches: so many, and so many more for each parameter. Round numbers, which matter
 only if kernels are tiny."""
 
-LAUNCHED_SHARE: dict[Kernels, float] = {"stock": 1.0, "fused": 0.37}
-"""Kernels that a layer launches, over those of the library's; fused: the most of the shapes that `python -m
-bench.fused_layer` counts."""
+LAUNCH_RATIO: dict[Kernels, float] = {"stock": 1.0, "fused": 0.37}
+"""Kernels that a layer launches, relative to transformers' own layer; fused: the most of the shapes that `python -m
+bench.fused_layer` counts, forward and backward."""
 
 CHUNK_KERNEL_SHARE = 0.5
 """Kernels that a chunk of a layer's token-wise parts launches, over the layer's: as the calls of functions that each
@@ -653,7 +653,7 @@ class _Prices:
     def _launches(self, unit: UnitSpec) -> float:
         """Seconds of a unit's kernel launches in one forward."""
         dispatch = DISPATCH_KERNELS if any(param.active < 1 for param in unit.params) else 0
-        share = LAUNCHED_SHARE[self.numerics.kernels] if unit.kind == "layer" else 1.0
+        share = LAUNCH_RATIO[self.numerics.kernels] if unit.kind == "layer" else 1.0
         return self._launch * (share * (KERNELS + KERNELS_PER_PARAM * len(unit.params)) + dispatch)
 
     def _accumulation(self, index: int, unit: UnitSpec) -> float:

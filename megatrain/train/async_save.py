@@ -83,8 +83,8 @@ class Save:
     at: str = ""
     """What is being written now."""
     thread: threading.Thread | None = None
-    is_told: bool = False
-    """Whether a caller knows how it ended."""
+    is_reported: bool = False
+    """Whether a caller has its outcome."""
     _process: OwningProcess = field(default_factory=OwningProcess)
     _over: threading.Event = field(default_factory=threading.Event)
 
@@ -93,9 +93,9 @@ class Save:
         return self._over.is_set()
 
     @property
-    def is_awaited(self) -> bool:
-        """Whether no caller knows how it ended, in the process that writes it."""
-        return not (self.is_told or self._process.is_elsewhere)
+    def is_unreported(self) -> bool:
+        """Whether this process writes it, and no caller has its outcome."""
+        return not (self.is_reported or self._process.is_elsewhere)
 
     def wait(self, timeout: float | None = None) -> Path:
         """The folder, once complete. Raises `CheckpointError` if writing failed, or took over `timeout` seconds; it
@@ -108,7 +108,7 @@ class Save:
         if not self._over.wait(timeout):
             what = f"is not written after {time.monotonic() - self.began:.0f} s"
             raise CheckpointError(what, where=f"checkpoint of step {self.step}")
-        self.is_told = True
+        self.is_reported = True
         if self.failure is not None:
             raise self.failure
         assert self.path is not None
@@ -255,7 +255,7 @@ class Saver:
                 self.abandon()
                 raise
             failure = CheckpointError(typed_line(error), where=f"checkpoint of step {step}")
-            save.thread, save.is_told = None, True
+            save.thread, save.is_reported = None, True
             save.end(None, failure)
             self.gate.give_up()  # in case it starts after all
             self.gate.open_for(planned.order)  # or updates would wait forever
@@ -275,7 +275,7 @@ class Saver:
         self.gate.give_up()
         self.wait()
         if self.current is not None:
-            self.current.is_told = True
+            self.current.is_reported = True
 
     def _planned(self, policy: Policy) -> PlannedCheckpoint:
         """The files, for units in the order of the next updates, but with those on the device first."""

@@ -548,7 +548,7 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
         unless `Save.wait` has."""
         save = self.parts.saver.current
         try:
-            if kind is None and save is not None and save.is_awaited:
+            if kind is None and save is not None and save.is_unreported:
                 save.wait()
         finally:
             self.close()

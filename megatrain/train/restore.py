@@ -117,8 +117,8 @@ def optimizer_in(checkpoint: Checkpoint) -> Optimizer:
 
 
 def options_in(checkpoint: Checkpoint, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Numerics and clipping of a checkpoint, for an engine whose caller has not `given` them. Those that it does not
-    hold, being an older version's or another trainer's, are left out. Raises `CheckpointError` for numerics that this
+    """A checkpoint's numerics and clipping, without what the caller of an engine has `given`, and without what an older
+    version or another trainer has not saved. Raises `CheckpointError` for numerics that this
     version lacks."""
     if isinstance(checkpoint, PeerCheckpoint):
         return {}

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# pytorch_optimizer and optimi give a parameter whose first gradient comes late a first step that is three times too long.
+# pytorch_optimizer and optimi count steps by group: a parameter whose first gradient comes late steps three times too far.
 #
 # Versions: torch 2.13.0, pytorch_optimizer 4.1.0, torch-optimi 0.3.3.
 # Expected: Adam's correction of its moments, which start at zero, follows how often *this* parameter was updated, as torch.optim has
