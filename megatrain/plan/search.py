@@ -78,7 +78,8 @@ class Search:
         """Replays of the most promising options, of those that fit these budgets; empty if nothing fits.
 
         A whole replay decides whether an option fits. If that contradicts the estimates, all similar ones are corrected
-        by the difference and the search is repeated, up to `MOST_CORRECTIONS` times.
+        by the difference and the search is repeated, up to `MOST_CORRECTIONS` times. A question within whose budgets
+        the leanest plan fits has that plan, at least.
         """
         fitting_plans: list[Plan] = []
         for _ in range(MOST_CORRECTIONS):
@@ -90,7 +91,7 @@ class Search:
             if bool(now) == bool(options):  # the replays agree with the estimates
                 break
             self._correct(first, tried[0])
-        return fitting_plans
+        return fitting_plans or fitting([self.leanest_plan], self.budgets)
 
     def options(self) -> list[tuple[Point, Option]]:
         """The options that fit by their estimates, of all points that climbs from a few starts came by, the fastest
