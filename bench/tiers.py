@@ -1,23 +1,25 @@
 """A step with state on the disk: seconds, bytes moved, peak memory, and what drive and processor could do at best.
 
     python -m bench.tiers --host 12GB [--hidden N --layers N] [--tokens N] [--steps N] [--folder FOLDER] [--json FILE]
-                          [--beside CHECKOUT --turns N]
+                          [--precision bf16|fp32] [--beside CHECKOUT --turns N]
 
-A fresh Llama shape trains in bf16 on the cpu with no more host memory than `--host`; what that has no room for goes to
+A fresh Llama shape trains on the cpu with no more host memory than `--host`; what that has no room for goes to
 `--folder`. Without `--tokens`, the step has the fewest with which the plan is hardly longer than its busiest stream.
 Without `--clip`, units are updated as their gradients land, so that the disk is busy in both passes. The floor of a
 step is the larger of compute (what its ops took on the compute stream in the same steps) and of the bytes that it read
 and wrote at the drive's own speed, both ways at once, measured here through the disk room. Left out: the same step with
 all state in host memory, which has no room for it (the tests compare the numbers of both at small size).
 
-`--host least` is the least budget that a refusal names, with all state on the disk. `--beside` runs the same in another
-checkout of this repository, in turns with this one, and gives the ratios of this one's figures to that one's.
+`--host least` is the least budget that a refusal names, with all state on the disk. `--beside` runs the same with the
+package of another checkout of this repository, in turns with this one, and gives the ratios of this one's figures to
+that one's. `--precision fp32` is for processors on which products in bf16 would hide all else.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -50,7 +52,8 @@ REGION_NBYTES = 256 << 20
 HARDLY_LONGER = 1.1
 """Of a step, than its busiest stream, where the plan chooses its tokens."""
 LEAST = "least"
-COMPARED = ("seconds", "peak_process_nbytes", "moved_nbytes")
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+COMPARED = ("seconds", "processor_seconds", "peak_process_nbytes", "moved_nbytes")
 
 
 def shape(hidden: int, layers: int) -> dict[str, Any]:
@@ -95,16 +98,17 @@ def planned(spec: ModelSpec, device: CpuDevice, arguments: argparse.Namespace) -
     folder, tokens, own = arguments.folder, arguments.tokens, peak_nbytes()
     drive = drive_bandwidth(folder, 2.0) / 2
     hardware = replace(
-        this_machine(device, "bf16"),
+        this_machine(device, arguments.precision),
         disk_nbytes=available_disk_nbytes(folder),
         disk_duplex_read_bandwidth=drive,
         disk_duplex_write_bandwidth=drive,
     )
-    overrides = {"host_threads": available_threads()}
+    asked: dict[str, Any] = {"precision": arguments.precision, "clips": arguments.clip}
+    asked["overrides"] = {"host_threads": available_threads()}
     own += RESERVE_NBYTES  # what kernels and threads take beside the ledger
     rows = [max(1, tokens // LENGTH)] if tokens else [1 << power for power in range(6)]
     for count in rows:
-        question = Question(spec, hardware, count * LENGTH, LENGTH, clips=arguments.clip, overrides=overrides)
+        question = Question(spec, hardware, count * LENGTH, LENGTH, **asked)
         nbytes = least_nbytes(question) if arguments.host == LEAST else parse_nbytes(arguments.host, "--host") - own
         plan = find_plan(replace(question, limits=Limits(host_nbytes=nbytes)))
         if plan.seconds < HARDLY_LONGER * max(load.busy_seconds for load in loads(plan)):
@@ -134,6 +138,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=2560)
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--tokens", type=int, help="of a step; by default what hides the disk")
+    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--clip", action="store_true", help="by the global norm")
     parser.add_argument("--steps", type=int, default=2, help="measured ones, after one that warms up")
     parser.add_argument("--json", type=Path)
@@ -156,8 +161,9 @@ def in_turns(arguments: argparse.Namespace) -> dict[str, Any]:
         for _ in range(arguments.turns):
             turns.append({})
             for name, checkout in (("beside", arguments.beside), ("here", Path(__file__).parents[1])):
-                one = [sys.executable, "-m", "bench.tiers", *without(given, "--beside", "--turns", "--json")]
-                subprocess.run([*one, "--json", str(file)], cwd=checkout, check=True, stdout=sys.stderr)
+                one = [sys.executable, __file__, *without(given, "--beside", "--turns", "--json"), "--json", str(file)]
+                package = os.environ | {"PYTHONPATH": str(checkout.resolve())}
+                subprocess.run(one, env=package, check=True, stdout=sys.stderr)
                 turns[-1][name] = json.loads(file.read_text())
     ratios = {key: [turn["here"][key] / turn["beside"][key] for turn in turns] for key in COMPARED}
     return {"ratios": {key: median(each) for key, each in ratios.items()}, "by_turn": ratios, "turns": turns}
@@ -171,22 +177,23 @@ def without(arguments: list[str], *names: str) -> list[str]:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     source = FreshSource(shape(arguments.hidden, arguments.layers), seed=0)
-    ported = port_model(source.model, torch.bfloat16)
+    ported = port_model(source.model, DTYPES[arguments.precision])
     device = CpuDevice()
     plan = planned(ported.spec, device, arguments)
     print(f"{plan.work.tokens} tokens, predicted {duration(plan.seconds)}, {amount(plan.nbytes['disk'])} on disk")
     disk = Disk([arguments.folder])
     began = time.perf_counter()
     options: dict[str, Any] = {"optimizer": AdamW(lr=1e-4), "max_grad_norm": 1.0 if arguments.clip else None}
-    options |= {"policy": plan.policy, "limits": plan.question.limits}
+    options |= {"precision": arguments.precision, "policy": plan.policy, "limits": plan.question.limits}
     with Engine.from_source(SourceInUnits(source, ported), device=device, verify=False, disk=disk, **options) as engine:
         loaded = time.perf_counter() - began
-        seconds, computing, losses, moved = [], [], [], 0
+        seconds, processor, computing, losses, moved = [], [], [], [], 0
         for step in range(arguments.steps + 2):  # the first has nothing pending, the second warms up
             batches = _batches(plan, step)
-            before, began = disk.read_nbytes + disk.written_nbytes, time.perf_counter()
+            before, began, used = disk.read_nbytes + disk.written_nbytes, time.perf_counter(), time.process_time()
             losses.append(engine.step(batches).loss)
             seconds.append(time.perf_counter() - began)
+            processor.append(time.process_time() - used)
             moved = disk.read_nbytes + disk.written_nbytes - before
             assert engine.diagnostics.timeline is not None
             computing.append(engine.diagnostics.timeline.busy_seconds("compute"))
@@ -197,14 +204,16 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     floor = max(compute, moved / speed)
     return {
         "parameters": ported.spec.numel,
+        "precision": arguments.precision,
         "tokens_per_step": sum(plan.work.tokens),
-        "state_nbytes": 14 * ported.spec.numel,
+        "state_nbytes": 12 * ported.spec.numel,
         "host_budget": arguments.host,
         "limit_nbytes": plan.question.limits.host_nbytes,
         "peak_process_nbytes": peak_nbytes(),
         "planned_at_peak": {use: nbytes for (tier, use), nbytes in peak_table(plan).items() if tier == "host"},
         "ledger_nbytes": {tier: sum(n for (of, _), n in table.items() if of == tier) for tier in ("host", "disk")},
         "seconds": took,
+        "processor_seconds": median(processor[2:] or processor),
         "predicted_seconds": plan.seconds,
         "compute_seconds": compute,
         "moved_nbytes": moved,
