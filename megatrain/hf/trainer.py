@@ -376,10 +376,9 @@ def _algorithm(trainer: Any, given: EngineOptions) -> Optimizer:
 
 def _refuse_two_values(args: Any, optimizer: Optimizer) -> None:
     """Raise `ConfigError` if arguments and the user's optimizer have different values, of which one would be ignored.
-    A value that is nothing but its default gives way."""
-    of = type(optimizer).__name__
-    usual, own = ({field.name: field.default for field in fields(each)} for each in (args, optimizer))
-    if args.learning_rate != optimizer.lr and (getattr(optimizer, "adamw", None) or optimizer.lr != own["lr"]):
+    Both always have a learning rate; of the others, an argument at its default gives way."""
+    of, usual = type(optimizer).__name__, {field.name: field.default for field in fields(args)}
+    if args.learning_rate != optimizer.lr:
         what = f"learning_rate={args.learning_rate} in the arguments, and lr={optimizer.lr} of {of}"
         fix = "set both to the peak" + (" of matrices; AdamW's rate follows with its own peak" if of == "Muon" else "")
         raise ConfigError(what, where="StreamedTrainer", fix=fix)
