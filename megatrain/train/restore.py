@@ -118,17 +118,20 @@ def optimizer_in(checkpoint: Checkpoint) -> Optimizer:
 
 def options_in(checkpoint: Checkpoint, given: Mapping[str, Any]) -> dict[str, Any]:
     """A checkpoint's numerics and clipping, without what the caller of an engine has `given`, and without what an older
-    version or another trainer has not saved. Raises `CheckpointError` for numerics that this
-    version lacks."""
+    version or another trainer has not saved. A precision that is given replaces the numerics' own and, if it is
+    another, that of gradients. Raises `CheckpointError` for numerics that this version lacks."""
     if isinstance(checkpoint, PeerCheckpoint):
         return {}
     facts, held = facts_in(checkpoint), dict[str, Any]()
-    if "precision" in facts and given.get("precision") is given.get("numerics") is None:
+    if "precision" in facts and given.get("numerics") is None:
+        saved = {"precision": facts["precision"], **facts.get("numerics", {})}
+        if (precision := given.get("precision")) not in (None, saved["precision"]):
+            saved |= {"precision": precision, "grad_precision": None}
         try:
-            held["numerics"] = Numerics(**{"precision": facts["precision"], **facts.get("numerics", {})})
+            held["numerics"] = Numerics(**saved)
         except (PlanError, TypeError) as error:  # of layers by torch.compile, say, or a newer version's
             what = f"its numerics are none of this version ({error.what if isinstance(error, PlanError) else error})"
-            raise CheckpointError(what, where=str(checkpoint.folder), fix="give numerics, or precision") from error
+            raise CheckpointError(what, where=str(checkpoint.folder), fix="give numerics") from error
     if "max_grad_norm" in facts and "max_grad_norm" not in given:
         held["max_grad_norm"] = facts["max_grad_norm"]
     return held

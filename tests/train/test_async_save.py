@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from itertools import count, product
 from pathlib import Path
 from typing import Any
@@ -276,7 +277,7 @@ def test_any_policy_and_tiers_resume_to_the_same_bits(
 
 @pytest.mark.parametrize("clip", [None, 1e-3])
 def test_an_engine_of_a_checkpoint_computes_as_it_did_unless_told_otherwise(clip: float | None, tmp_path: Path) -> None:
-    numerics = Numerics("fp32", loss_chunk_tokens=5, mlp_chunk_tokens=4)
+    numerics = Numerics("fp32", grad_precision="fp32", loss_chunk_tokens=5, mlp_chunk_tokens=4)
     model, optimizer = tiny_model(), AdamW(lr=1e-2)
     with Engine.from_model(model, optimizer=optimizer, numerics=numerics, max_grad_norm=clip, verify=False) as engine:
         steps(engine, 1)
@@ -285,12 +286,14 @@ def test_an_engine_of_a_checkpoint_computes_as_it_did_unless_told_otherwise(clip
     with Engine.from_checkpoint(saved, verify=False) as again:
         assert (again.numerics, steps(again, 2)) == (numerics, expected[0])
         assert equal(again.master_weights(), expected[1])
+    with Engine.from_checkpoint(saved, precision="fp32", verify=False) as again:
+        assert again.numerics == numerics
     with Engine.from_checkpoint(saved, precision="bf16", verify=False) as other:
-        assert other.numerics == Numerics("bf16")
+        assert other.numerics == replace(numerics, precision="bf16", grad_precision=None)
     for unknown in ({"kernels": "compile"}, {"of_later_versions": 1}):
         opened = open_checkpoint(saved)
         opened.training["engine"]["numerics"] |= unknown
-        with pytest.raises(CheckpointError, match=r"its numerics are none of this version.*; give numerics, or precis"):
+        with pytest.raises(CheckpointError, match=r"its numerics are none of this version.*; give numerics$"):
             Engine.from_checkpoint(opened)
 
 
