@@ -62,7 +62,7 @@ from megatrain.schedule import chrome_trace
 from megatrain.spec import Hardware, Limits, ModelSpec, Numerics, Policy, Precision
 from megatrain.spec.limits import parse_nbytes
 from megatrain.spec.work import refuse_huge_step
-from megatrain.system.hub_client import names_in
+from megatrain.system.hub_client import holds_weights, names_in
 from megatrain.system.paths import read_json, read_text, usable_path, written_or_refused
 
 if TYPE_CHECKING:
@@ -631,7 +631,8 @@ def _init(plan: Plan, model: str, options: Options) -> str:
     command += ["--sequence-length", str(plan.question.length)]
     command += ["--precision", plan.question.precision] if plan.question.precision != "bf16" else []
     command += ["--disk", "FOLDER"] if plan.nbytes.get("disk") else []
-    command += ["--from-scratch"] if content is not None and not is_saved else []
+    is_fresh = path.exists() and not is_saved and not holds_weights(path)
+    command += ["--from-scratch"] if is_fresh else []
     adapter = "ADAPTER" if is_saved and plan.question.model.base_apart else options.adapter
     command += ["--adapter", adapter] if adapter is not None else []
     command += ["--trust-remote-code"] if options.trust_remote_code else []

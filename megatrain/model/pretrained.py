@@ -70,6 +70,7 @@ from megatrain.model.weight_sources import (
 )
 from megatrain.spec import FileBytes
 from megatrain.spec.layout import SAVED_AT_ONCE
+from megatrain.system.hub_client import holds_weights
 from megatrain.system.paths import lies_within, read_json
 
 BATCH_NBYTES = 128 << 20
@@ -612,7 +613,7 @@ def non_finite_weights(source: str, config: PreTrainedConfig) -> list[str]:
     Empty if the folder holds no weights, and for a hub name. Raises `ModelError` for damaged files.
     """
     folder = Path(source)
-    if not folder.is_dir() or not any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir()):
+    if not holds_weights(folder):
         return []
     shards = Shards(source, config, where=f"model {source}")
     odd = []
@@ -690,6 +691,9 @@ def _files(source: str, config: PreTrainedConfig, where: str, revision: str | No
     folder = Path(source) if Path(source).is_dir() else cached_folder(source, revision)
     if folder is not None:
         _refuse_odd_index(folder, where)
+    if Path(source).is_dir() and not holds_weights(source):
+        fix = "copy or download them, or name it as model.config to train a fresh model of its kind"
+        raise ModelError("its folder holds no weights (no file like model.safetensors)", where=where, fix=fix)
     with plain_errors(where):
         resolved, _ = _get_resolved_checkpoint_files(
             source,

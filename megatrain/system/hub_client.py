@@ -95,6 +95,11 @@ def names_in(folder: str | Path) -> list[str]:
         return []
 
 
+def holds_weights(folder: str | Path) -> bool:
+    """Whether a folder exists and has a file of a model's weights."""
+    return any(name.endswith((".safetensors", ".bin")) for name in names_in(folder))
+
+
 @cache
 def look_up_model(name: str) -> tuple[bool, str]:
     """Whether the Hub answers about a model, and why it has none of this name, in a line; empty if it may have one."""

@@ -501,12 +501,16 @@ def test_drive_wear_within_a_year_is_the_first_line(saved: str) -> None:
 
 
 @pytest.mark.usefixtures("plan_alone")
-@pytest.mark.parametrize("kind", ["folder", "config", "saved"])
+@pytest.mark.parametrize("kind", ["folder", "bare folder", "config", "saved"])
 def test_output_ends_with_the_next_command(kind: str, config: str, saved: str) -> None:
-    model = {"folder": str(Path(config).parent), "config": config, "saved": saved}[kind]
+    """A file, or a folder without weights, is of a model to train from scratch."""
+    folder = Path(config).parent
+    if kind == "folder":
+        (folder / "model.safetensors").touch()
+    model = {"config": config, "saved": saved}.get(kind, str(folder))
     told = shown(model, tokens_per_step=4096, sequence_length=512, clip=False, host_memory="64GB", attention="auto")
     name = "MODEL" if kind == "saved" else model
-    fresh = " --from-scratch" if kind == "config" else ""
+    fresh = " --from-scratch" if kind in ("config", "bare folder") else ""
     command = f"megatrain init config.yaml --model {name} --data FILE --sequence-length 512{fresh}"
     keys = "train.global_batch_size=8 train.max_grad_norm=null memory.host=64GB"
     assert told.splitlines()[-1] == f"next: {command}, then megatrain train config.yaml {keys}"

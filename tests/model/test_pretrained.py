@@ -310,7 +310,7 @@ BAD: list[tuple[Callable[[Path], None], str]] = [
     (scramble, r"model-00001-of-00005\.safetensors is truncated or damaged"),
     (lose_shard, r"its file model-00002-of-00005\.safetensors is missing"),
     (lambda folder: (folder / "config.json").unlink(), "config.json"),
-    (lose_weights, "no file named model.safetensors"),
+    (lose_weights, r"holds no weights \(no file like model\.safetensors\); .* model\.config to train a fresh model"),
     (lose_tensors, r"its files lack model\.layers\.1\.input_layernorm\.weight, .* and 4 more"),
     (quantize, r"lm_head\.weight holds I8 values \(quantized\?\)"),
     (need_code, "needs code from its own repository; set trust_remote_code=true"),
