@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import io
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
@@ -104,6 +104,8 @@ VERIFIED_PARAMETERS = 10**9
 
 Facts = list[tuple[str, str]]
 
+GOES_ON = "not finished; `resume=auto` continues after step {:,}"
+
 WARM_UP = 3
 """Steps before measured times are compared with the plan's."""
 
@@ -173,12 +175,23 @@ def run_training(config: Config, console: Console) -> Path:
         ended, tell = _train(config, run, resumed, stack, console)
         if ended.step < steps and config.checkpoint.every and not checkpoints.lowest.is_over:
             checkpoints.refuse_unsaved(ended.step)
-            say(f"not finished; `resume=auto` continues after step {checkpoints.step:,}")
+            say(GOES_ON.format(checkpoints.step))
             return Path(checkpoints.newest)
         saved = _leave_model(config, run, ended, tell, console)
     if ranks.leads:
         say_where(config.folder, console)
     return saved
+
+
+@contextmanager
+def _says_where_it_goes_on(checkpoints: Checkpoints, say: Callable[[str], None]) -> Iterator[None]:
+    """If the block fails, or is left by a second Ctrl-C, name the step that `resume=auto` continues after, if any."""
+    try:
+        yield
+    except BaseException:
+        if checkpoints.newest:
+            say(GOES_ON.format(checkpoints.step))
+        raise
 
 
 def _leave_model(config: Config, run: _Run, ended: Ended, tell: Callable[..., None], console: Console) -> Path:
@@ -561,14 +574,15 @@ def _train(
         nonfinite_limit=_nonfinite_limit(train_, engine),
         recover=checkpoints.roll_back if train_.on_nonfinite == "rollback" else None,
     )
-    try:
-        with stop.interruptible():
-            ended = train(engine, run.feed, planned_steps, loss_of(config), watchers, between)
-    except Exception:
-        _tell(watchers, *checkpoints.settle())
-        raise
-    if config.checkpoint.every:
-        _tell(watchers, *checkpoints.finish(ended.step, stop.remaining_seconds()))
+    with _says_where_it_goes_on(checkpoints, partial(warn, console)):
+        try:
+            with stop.interruptible():
+                ended = train(engine, run.feed, planned_steps, loss_of(config), watchers, between)
+        except Exception:
+            _tell(watchers, *checkpoints.settle())
+            raise
+        if config.checkpoint.every:
+            _tell(watchers, *checkpoints.finish(ended.step, stop.remaining_seconds()))
     return ended, partial(_tell, watchers)
 
 

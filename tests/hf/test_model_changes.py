@@ -298,9 +298,17 @@ def test_engine_optimizer_options_are_kept(tmp_path: Path) -> None:
         (AdamW(2e-3), {}, "learning_rate=0.005 in the arguments, and lr=0.002 of AdamW; set both to the peak$"),
         (AdamW(1e-3), {"learning_rate": 5e-5}, "learning_rate=5e-05 in the arguments, and lr=0.001 of AdamW"),
         (Lion(2e-4), {}, "learning_rate=0.005 in the arguments, and lr=0.0002 of Lion; set both"),
-        (Muon(5e-3), {"weight_decay": 0.3}, "weight_decay=0.3 in the arguments, and 0.1 of Muon; leave weight_decay out"),
+        (
+            Muon(5e-3),
+            {"weight_decay": 0.3},
+            "weight_decay=0.3 in the arguments, and 0.1 of Muon; leave weight_decay out",
+        ),
         (Muon(5e-3), {"adam_beta1": 0.5}, "adam_beta1=0.5 in the arguments, and 0.9 of Muon"),
-        (Lion(5e-3), {"weight_decay": 0.0, "adam_epsilon": 1e-4}, "adam_epsilon=0.0001 in the arguments, and none of Lion"),
+        (
+            Lion(5e-3),
+            {"weight_decay": 0.0, "adam_epsilon": 1e-4},
+            "adam_epsilon=0.0001 in the arguments, and none of Lion",
+        ),
     ],
 )
 def test_arguments_and_an_optimizer_that_differ_are_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import signal
 import threading
@@ -13,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 
 from megatrain.checkpoint.folder import newest_sound, open_checkpoint
@@ -23,6 +25,7 @@ from megatrain.config.load import tables
 from megatrain.errors import CheckpointError, ConfigError, DataError, NonFinite
 from megatrain.optim import Lion
 from megatrain.run.resume import as_begun, changes_between, refuse_changes
+from megatrain.run.training import run_training
 from megatrain.spec import Numerics, Policy
 from megatrain.system import atomic
 from megatrain.train.async_save import Save, Saver
@@ -352,11 +355,16 @@ def test_a_repeated_rollback_ends_the_run(tmp_path: Path, monkeypatch: pytest.Mo
     assert "not finite" in status["error"]
 
 
-def test_stop_ends_at_the_first_step_that_is_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_ends_at_the_first_step_that_is_not_finite_and_says_where_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     not_finite_at({2}, monkeypatch)
+    console = Console(file=io.StringIO(), width=120)
     with pytest.raises(NonFinite, match="step 3: 1 step not finite"):
-        train(config_of(tmp_path, train={"on_nonfinite": "stop"}))
+        run_training(config_of(tmp_path, train={"on_nonfinite": "stop"}), console)
     assert steps_in(tmp_path / "run") == [2]
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().endswith("\nnot finished; `resume=auto` continues after step 2\n")
 
 
 def test_a_deadline_aborts_a_long_step_without_loss(
