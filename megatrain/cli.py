@@ -10,7 +10,6 @@ import atexit
 import difflib
 import errno
 import gc
-import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -125,7 +124,7 @@ def _train(
     if find_launch() is None:  # ranks check after they have joined, so that all learn what is wrong on one of them
         _refuse_early(checked)
     if ranks > 1:
-        _become_torchrun(ranks, "train", config, *(overrides or ()))
+        _launch(ranks, "train", config, *(overrides or ()))
     let_idle_threads_sleep()
     from rich.console import Console
 
@@ -178,12 +177,13 @@ def _refuse_early(config: Config) -> None:
     refuse_early(config)
 
 
-def _become_torchrun(ranks: int, *arguments: str) -> NoReturn:
-    """Replace this process by `torchrun`, which starts `ranks` processes with these arguments and forwards signals."""
+def _launch(ranks: int, *arguments: str) -> NoReturn:
+    """Start `ranks` processes with these arguments, and end as they do."""
     refuse_several_processes("--ranks")
     let_ranks_finish()
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "megatrain"]
-    os.execv(sys.executable, [sys.executable, *torchrun, *arguments])
+    from megatrain.dist.launch import launch
+
+    sys.exit(launch(ranks, "megatrain", *arguments))
 
 
 BaseName = Annotated[

@@ -1,0 +1,39 @@
+"""Starts the ranks of one machine with torchrun's agent, and ends by what they have said.
+
+The agent's own report of an end, forty lines with tracebacks, would hide the line of the rank that failed. Leaves out
+what torchrun has options for: several machines, restarts.
+"""
+
+from __future__ import annotations
+
+import logging
+from signal import Signals
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from megatrain.errors import RankError
+
+
+def launch(ranks: int, module: str, *arguments: str) -> int:
+    """Run `python -m MODULE ARGUMENTS` in so many processes, and return the exit status of the first that failed.
+
+    Signals are forwarded to the ranks; the status is then 128 + the signal's number, as for a shell. Raises `RankError`
+    for a rank that a signal of somebody else has ended, since that one has said nothing.
+    """
+    for name in logging.root.manager.loggerDict:
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.run")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        torchrun.main(["--standalone", "--nproc-per-node", str(ranks), "-m", module, *arguments])
+    except SignalException as stopped:
+        return 128 + stopped.sigval
+    except ChildFailedError as error:
+        by_agent = -Signals.SIGTERM  # which ends the others
+        for rank, failure in sorted(error.failures.items()):
+            if failure.exitcode < 0 and failure.exitcode != by_agent:
+                name = Signals(-failure.exitcode).name
+                raise RankError(f"was ended by {name}", where=f"rank {rank}, process {failure.pid}") from error
+        return int(error.get_first_failure()[1].exitcode)
+    return 0
