@@ -87,16 +87,30 @@ def _batch(asked: Sequence[Scoring], longest: int) -> tuple[dict[str, Tensor], l
     return {"input_ids": ids, "labels": labels, "attention_mask": mask}, targets
 
 
-class Tasks:
-    """The configured lm_eval tasks, looked up at the start of a run.
+@contextlib.contextmanager
+def _harness_errors() -> Iterator[None]:
+    """Hide the harness's progress bars, and turn what it or its data sets raise, which may be anything, into
+    `ConfigError`."""
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    except MegaTrainError:
+        raise
+    except Exception as error:
+        what = f"failed ({type(error).__name__}: {first_line(error)})"
+        raise ConfigError(what, where="lm_eval", fix="try the task with `lm_eval` itself, or leave it out") from error
 
-    Raises `ConfigError` if lm_eval is not installed or does not know a task.
+
+class Tasks:
+    """The configured lm_eval tasks, with their questions looked up at the start of a run.
+
+    Raises `ConfigError` if lm_eval is not installed, does not know a task or cannot load its questions.
     """
 
     def __init__(self, section: LmEvalSection) -> None:
         self.section = section
         try:
-            self._harness = importlib.import_module("lm_eval.evaluator")
+            self._harness: Any = importlib.import_module("lm_eval.evaluator")
             self._models = importlib.import_module("lm_eval.api.model")
             self._lengths = importlib.import_module("lm_eval.utils")
             manager: Any = importlib.import_module("lm_eval.tasks")
@@ -109,6 +123,10 @@ class Tasks:
             if name not in known:
                 fix = "name one that `lm_eval ls tasks` lists, or of a YAML file in lm_eval.folder"
                 raise ConfigError(f"there is no task {name!r}", where="lm_eval.tasks", fix=fix)
+        self._harness.get_git_commit_hash = str  # or git complains on the screen of a run outside a repository
+        with _harness_errors():
+            load = getattr(self._manager, "load", None) or self._manager.load_task_or_group  # its older name
+            load(list(section.tasks))
 
     def run(self, step: int, engine: Engine, tokenizer: Tokenizer, rows: int, tokens: int) -> Scored:
         """Evaluate the model; scores are named `task/metric`. Errors of the harness become `ConfigError`."""
@@ -116,22 +134,10 @@ class Tasks:
         options: dict[str, Any] = {"limit": self.section.limit, "num_fewshot": self.section.num_fewshot}
         # keep the run's random state
         options |= dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed"))
-        try:
-            with contextlib.redirect_stderr(io.StringIO()):  # hide its progress bars
-                scores = self._harness.simple_evaluate(
-                    model=model,
-                    tasks=list(self.section.tasks),
-                    task_manager=self._manager,
-                    bootstrap_iters=0,
-                    **options,
-                )
-        except MegaTrainError:
-            raise
-        except Exception as error:  # the harness and its data sets may raise anything
-            what = f"failed ({type(error).__name__}: {first_line(error)})"
-            raise ConfigError(
-                what, where="lm_eval", fix="try the task with `lm_eval` itself, or leave it out"
-            ) from error
+        with _harness_errors():
+            scores = self._harness.simple_evaluate(
+                model=model, tasks=list(self.section.tasks), task_manager=self._manager, bootstrap_iters=0, **options
+            )
         return Scored(step, dict(_flat(scores["results"])))
 
     def _model(self, engine: Engine, tokenizer: Tokenizer, rows: int, tokens: int) -> Any:

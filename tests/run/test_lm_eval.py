@@ -72,10 +72,15 @@ def harness(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return {"results": {"capitals": scores | {"rolling,strict": whole}}}
 
     class TaskManager:
-        all_tasks = ("capitals",)
+        all_tasks = ("capitals", "rivers")
 
         def __init__(self, include_path: str | None) -> None:
             asked["folder"] = include_path
+
+        def load(self, names: list[str]) -> None:
+            print("a bar", file=sys.stderr)
+            if "rivers" in names:
+                raise ConnectionError("cannot reach the hub")
 
     def windows(token_list: list[int], prefix_token: int, max_seq_len: int, context_len: int) -> Any:
         yield [prefix_token, *token_list[:-1]], token_list
@@ -124,9 +129,13 @@ def test_tasks_are_asked_of_the_state_that_is_left_in_model(
     assert found == [2], "once, and not of the last state, after which training ended early"
 
 
-def test_a_missing_harness_or_task_is_refused_early(harness: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_harness_task_or_data_set_is_refused_early(
+    harness: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match=r"lm_eval\.tasks: there is no task 'capital'"):
         Tasks(LmEvalSection(tasks=("capital",)))
+    with pytest.raises(ConfigError, match=r"lm_eval: failed \(ConnectionError: cannot reach the hub\)"):
+        Tasks(LmEvalSection(tasks=("rivers",)))
     monkeypatch.setitem(sys.modules, "lm_eval.evaluator", None)
     with pytest.raises(ConfigError, match=r"cannot be imported.*pip install megatrain\[eval\]"):
         Tasks(LmEvalSection(tasks=("capitals",)))
