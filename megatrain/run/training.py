@@ -567,10 +567,12 @@ def _train(
     planned_steps = RunSteps(
         run.steps, _learning_rate(train_, run.steps), start, lambda: (run.corpus.loader.epoch, run.epochs)
     )
+    saves_alone = config.checkpoint.every and engine.world.size == 1  # other ranks may wait in the task that failed
     between = BetweenSteps(
         tasks=_tasks(config, run, start),
         should_stop=lambda: checkpoints.lowest.is_over or any(engine.world.exchange("a stop", stop.requested)),
         undo=run.feed.put_back,
+        keep=lambda step: _tell(watchers, *checkpoints.finish(step)) if saves_alone else None,
         nonfinite_limit=_nonfinite_limit(train_, engine),
         recover=checkpoints.roll_back if train_.on_nonfinite == "rollback" else None,
     )

@@ -102,6 +102,8 @@ class BetweenSteps:
     """Whether the run ends now; then no more tasks run."""
     undo: Callable[[], None] = lambda: None
     """Puts back the data of a step that ran `OutOfTime`."""
+    keep: Callable[[int], None] = lambda _: None
+    """Given the number of steps done, saves their state when a task fails, such as a measurement: no step has."""
     nonfinite_limit: int = 3
     """As many failed steps in a row end the run."""
     recover: Callable[[NonFinite, int], int] | None = None
@@ -165,6 +167,9 @@ def train(
                 tell(task.run(done) if task.is_due(done, steps) else None)
         except OutOfTime:
             break
+        except Exception:
+            between.keep(done)
+            raise
         if should_stop():
             break
         ready = clock()

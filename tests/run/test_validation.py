@@ -232,8 +232,11 @@ def test_custom_metrics_are_reported_like_the_loss(tmp_path: Path, monkeypatch: 
     ):
         with pytest.raises(ConfigError, match=complaint):
             train(run_of(tmp_path, train={"metrics": name}, output={"folder": str(tmp_path / "other")}))
+    third = tmp_path / "third"
     with pytest.raises(ConfigError, match="own_metrics:wrong returned str as 'word'"):
-        train(run_of(tmp_path, train={"metrics": "own_metrics:wrong"}, output={"folder": str(tmp_path / "third")}))
+        train(run_of(tmp_path, train={"metrics": "own_metrics:wrong"}, output={"folder": str(third)}))
+    done = max(line["step"] for line in lines(third) if line["event"] == "stepped")
+    assert [path.name for path in (third / "checkpoints").iterdir()] == [f"step-{done:08}"], "no step is lost for it"
 
 
 @pytest.mark.slow
