@@ -211,6 +211,8 @@ class PeerCheckpoint(Checkpoint):
                 read(self.value(group, key, file="a group"))
             if wrong := next((name for name in ("amsgrad", "maximize") if group.get(name)), None):
                 raise self.error(f"its AdamW has {wrong}, which ours lacks", RESTART)
+            if "decoupled_weight_decay" in group and "amsgrad" not in group:  # torch's Adam and AdamW have both keys
+                raise self.error("is of RAdam, whose state has the same names as AdamW's", RESTART)
             if group.get("decoupled_weight_decay", True) is False and group.get("weight_decay"):
                 raise self.error("is of Adam, which adds the weight decay to the gradient", RESTART)
 

@@ -474,10 +474,16 @@ def other_optimizer(saved: Any) -> None:
     saved["state"] = {key: {"step": 1, "state1": torch.zeros(1, dtype=torch.uint8)} for key in saved["state"]}
 
 
+def by_radam(saved: Any) -> None:
+    radam = torch.optim.RAdam([torch.zeros(1)], decoupled_weight_decay=True).state_dict()["param_groups"][0]
+    saved["param_groups"] = [{**radam, "params": group["params"]} for group in saved["param_groups"]]
+
+
 CASES: dict[str, tuple[Callable[[Any], None], str]] = {
     "another optimizer": (other_optimizer, "another optimizer than AdamW: its state has state1"),
     "AMSGrad": (lambda saved: saved["param_groups"][0].update(amsgrad=True), "its AdamW has amsgrad"),
     "Adam": (lambda saved: saved["param_groups"][0].update(decoupled_weight_decay=False), "is of Adam"),
+    "RAdam": (by_radam, "is of RAdam"),
     "several betas": (lambda saved: saved["param_groups"][0].update(betas=(0.8, 0.9)), "differ in betas"),
     "no state": (lambda saved: saved["state"].clear(), "holds no state of an optimizer"),
     "another model": (
