@@ -276,35 +276,67 @@ def _from_pretrained(name: str, *, local: bool) -> Tokenizer:
     # For a folder with a model configuration only, transformers silently builds an empty vocabulary.
     if tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():
         raise DataError("holds no tokenizer, or an empty one", where=name, fix=fix)
+    _refuse_other_pieces(tokenizer, name)
     return tokenizer if _has_rules_of_its_file(tokenizer, name) else _with_rules_of_its_file(tokenizer, name)
 
 
 PROBE = " A  b\t'll I'M the1234567 x=Yy9;\r\n\n  é e\u0301 ﬁ Ⅳ ½ 漢字かな🎉\u00a0… don\u2019t </s>  \n "
-"""A text that shows differences between tokenizers: in how they normalize, split and merge."""
+PROBES = (PROBE, PROBE.strip())
+"""Texts that show differences between tokenizers: in what they put before a text, how they normalize and split it."""
 
 
 def _has_rules_of_its_file(tokenizer: Tokenizer, name: str) -> bool:
-    """Whether `tokenizer` encodes `PROBE` as the tokenizer.json from which it was loaded; true if there is none.
+    """Whether `tokenizer` encodes `PROBES` as the tokenizer.json from which it was loaded; true if there is none.
 
     Most classes of transformers 5 take only the vocabulary and the merges from that file, and for some models the
     model's type decides the class. transformers 4, and what reads the file without transformers, follow the file.
     """
     import tokenizers
-    from transformers.utils.hub import cached_file
 
-    quiet: Any = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}  # its files are here
-    file = cached_file(name, "tokenizer.json", **quiet)
+    file = _file_of(name, "tokenizer.json")
     if file is None or not hasattr(tokenizer, "backend_tokenizer"):
         return True
-    return _encoded_probe(tokenizer.backend_tokenizer) == _encoded_probe(tokenizers.Tokenizer.from_file(file))
+    return _encoded_probes(tokenizer.backend_tokenizer) == _encoded_probes(tokenizers.Tokenizer.from_file(file))
 
 
-def _encoded_probe(rules: tokenizers.Tokenizer) -> tuple[list[str], list[int]]:
-    """(the pieces into which `PROBE` is split before merging, its ids; none if the vocabulary lacks one)."""
-    text = rules.normalizer.normalize_str(PROBE) if rules.normalizer else PROBE
-    pieces = [piece for piece, _ in rules.pre_tokenizer.pre_tokenize_str(text)] if rules.pre_tokenizer else [text]
+def _refuse_other_pieces(tokenizer: Tokenizer, name: str) -> None:
+    """Raise `DataError` if `tokenizer` was loaded from a SentencePiece model and encodes `PROBES` otherwise.
+
+    transformers 5 takes the pieces from such a file, and neither its normalization nor what it puts before a text.
+    """
+    file = _file_of(name, SENTENCEPIECE_MODEL)
+    if file is None or _file_of(name, "tokenizer.json"):
+        return
     try:
-        return pieces, rules.encode(PROBE, add_special_tokens=False).ids
+        import sentencepiece
+
+        wanted = sentencepiece.SentencePieceProcessor(model_file=file).encode(list(PROBES))
+    except (ImportError, RuntimeError):  # a file of that name in the format of tiktoken
+        return
+    if [ids.tolist() for ids in encode_texts(tokenizer, PROBES)] != wanted:
+        what = f"transformers splits text otherwise than its {SENTENCEPIECE_MODEL}, from which it was loaded"
+        raise DataError(what, where=name, fix="add a tokenizer.json that gives the ids of that file")
+
+
+def _file_of(name: str, file: str) -> str | None:
+    """The path of a file of a local folder or a cached repository, or `None`."""
+    from transformers.utils.hub import cached_file
+
+    quiet: Any = {"local_files_only": True, "_raise_exceptions_for_missing_entries": False}
+    path: str | None = cached_file(name, file, **quiet)
+    return path
+
+
+def _encoded_probes(rules: tokenizers.Tokenizer) -> list[tuple[list[str], list[int]]]:
+    """(the pieces into which each of `PROBES` is split before merging, its ids; none if the vocabulary lacks one)."""
+    return [_encoded(rules, probe) for probe in PROBES]
+
+
+def _encoded(rules: tokenizers.Tokenizer, text: str) -> tuple[list[str], list[int]]:
+    normal = rules.normalizer.normalize_str(text) if rules.normalizer else text
+    pieces = [piece for piece, _ in rules.pre_tokenizer.pre_tokenize_str(normal)] if rules.pre_tokenizer else [normal]
+    try:
+        return pieces, rules.encode(text, add_special_tokens=False).ids
     except Exception:  # a vocabulary of some words, without a token for all others
         return pieces, []
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import numpy as np
@@ -105,6 +107,27 @@ def test_a_saved_tokenizer_loads_in_transformers_4_and_converters(tmp_path: Path
     assert again.all_special_tokens == loaded.all_special_tokens
 
 
+@pytest.mark.parametrize("other", [False, True])
+def test_other_ids_than_those_of_a_sentencepiece_model_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: bool
+) -> None:
+    class Pieces:
+        def __init__(self, model_file: str) -> None:
+            assert Path(model_file).read_bytes() == b"pieces"
+
+        def encode(self, texts: list[str]) -> list[list[int]]:
+            return [encode_slowly(word_tokenizer(), text)[other:] for text in texts]
+
+    (tmp_path / "tokenizer.model").write_bytes(b"pieces")
+    monkeypatch.setitem(sys.modules, "sentencepiece", SimpleNamespace(SentencePieceProcessor=Pieces))
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: word_tokenizer())
+    if not other:
+        assert load_tokenizer(str(tmp_path)).get_vocab() == word_tokenizer().get_vocab()
+        return
+    with pytest.raises(DataError, match=r"splits text otherwise than its tokenizer\.model"):
+        load_tokenizer(str(tmp_path))
+
+
 def splitting_tokenizer(*, lower: bool = False, ignore_merges: bool = False) -> Tokenizer:
     """A byte-level tokenizer that merges digits in threes, with a rule that no class of transformers has."""
     model = tokenizers.models.BPE(
@@ -145,6 +168,21 @@ def test_a_tokenizer_has_the_rules_of_its_file(
         assert getattr(tokenizer, name) == getattr(of_class, name)
     save_tokenizer(tokenizer, tmp_path)
     assert encode_text(load_tokenizer(str(tmp_path)), text).tolist() == expected
+
+
+@pytest.mark.parametrize("scheme", ["never", "first"])
+def test_a_space_is_put_before_a_text_where_the_file_says_so(tmp_path: Path, scheme: str) -> None:
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "b", "\u2581a"]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    model = tokenizers.models.BPE(vocab=vocabulary, merges=[("\u2581", "a")], byte_fallback=True, unk_token="<unk>")
+    rules = tokenizers.Tokenizer(model)
+    rules.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=rules, eos_token="</s>").save_pretrained(tmp_path)
+    described = json.loads((tmp_path / "tokenizer_config.json").read_text("utf-8"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**described, "tokenizer_class": "LlamaTokenizer"}))
+    tokenizer = load_tokenizer(str(tmp_path))
+    for text in ("ab a", " a"):
+        assert encode_text(tokenizer, text).tolist() == rules.encode(text).ids
 
 
 def test_a_class_of_transformers_is_kept_where_it_has_the_rules_of_the_file(tmp_path: Path) -> None:
