@@ -12,7 +12,7 @@ It protects against drives, cables and lost writes, not against an adversary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,22 +32,24 @@ def _mix(h: Any, word: Any) -> Any:
 
 
 @compiled
-def _add(words: Any, total: Any) -> None:
-    """Mix uint64[n] into `total`, uint64[1]."""
+def _add(words: Any, grain: Any, totals: Any) -> None:
+    """Mix the first `grain` words of uint64[n] into the first of `totals`, the next into the next, and so on."""
     lanes = np.empty(LANES, np.uint64)
-    for k in range(LANES):
-        lanes[k] = np.uint64(k + 1) * ODD  # not zero: mixing zeros into zero would give zero
-    whole = words.size - words.size % LANES
-    for row in range(0, whole, LANES):
-        row_b = words[row : row + LANES]
+    for number in range(totals.size):
+        some = words[number * grain : (number + 1) * grain]
         for k in range(LANES):
-            lanes[k] = _mix(lanes[k], row_b[k])
-    h = _mix(total[0], np.uint64(words.size))
-    for k in range(LANES):
-        h = _mix(h, lanes[k])
-    for k in range(whole, words.size):
-        h = _mix(h, words[k])
-    total[0] = h
+            lanes[k] = np.uint64(k + 1) * ODD  # not zero: mixing zeros into zero would give zero
+        whole = some.size - some.size % LANES
+        for row in range(0, whole, LANES):
+            row_b = some[row : row + LANES]
+            for k in range(LANES):
+                lanes[k] = _mix(lanes[k], row_b[k])
+        h = _mix(totals[number], np.uint64(some.size))
+        for k in range(LANES):
+            h = _mix(h, lanes[k])
+        for k in range(whole, some.size):
+            h = _mix(h, some[k])
+        totals[number] = h
 
 
 def checksum(pieces: Iterable[NDArray[np.uint8]]) -> int:
@@ -57,5 +59,18 @@ def checksum(pieces: Iterable[NDArray[np.uint8]]) -> int:
     """
     total = np.zeros(1, np.uint64)
     for piece in pieces:
-        _add(piece.view(np.uint64), total)
+        _add(piece.view(np.uint64), piece.size, total)
     return int(total[0])
+
+
+def checksums(pieces: Sequence[NDArray[np.uint8]], grain_nbytes: int) -> NDArray[np.uint64]:
+    """The checksum of every `grain_nbytes` of memory, uint64[n], the last of which may be fewer bytes.
+
+    pieces: the memory, as for `checksum`; one that begins inside a grain ends in it. Runs without the GIL.
+    """
+    totals, at = np.zeros(-(-sum(piece.size for piece in pieces) // grain_nbytes), np.uint64), 0
+    for piece in pieces:
+        first = at // grain_nbytes
+        _add(piece.view(np.uint64), grain_nbytes // 8, totals[first : first - (-piece.size // grain_nbytes)])
+        at += piece.size
+    return totals

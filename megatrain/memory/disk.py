@@ -1,13 +1,14 @@
 """The disk tier: scratch files below host memory, with named regions (a unit's moments, say) read and written by
 ranges.
 
-Any bytes of a region may be read; whole blocks of it are written. A region may name bytes where a block begins, so that
-what is before and behind may be written alone.
+A region lies in *blocks*, which are the largest requests to a drive, and a block is cut into *grains*. Any bytes of a
+region may be read, for which the grains that hold them are; whole grains of it are written. A region may name bytes
+where a block begins, so that what is before and behind may be written alone.
 
 Regions live as long as the process, in files without names; this is no checkpoint. Unless that is not wanted, space
-is allocated when a region is provided, so that a full disk is found before a step, not during it. A block reads as
-zeros until its first write; a failed write leaves all of its blocks *torn* until they are written again; and the
-checksum of each block, kept in memory, is compared on every read. So a read returns the bytes of the last write, or
+is allocated when a region is provided, so that a full disk is found before a step, not during it. A grain reads as
+zeros until its first write; a failed write leaves all of its grains *torn* until they are written again; and the
+checksum of each grain, kept in memory, is compared on every read. So a read returns the bytes of the last write, or
 zeros, or raises. Regions share nothing but files: a failure in one does not affect the others.
 
 The schedule gives a region to one caller at a time; different regions, and reads beside writes, may proceed
@@ -31,11 +32,26 @@ from torch import Tensor
 from megatrain.device.worker import OwningProcess
 from megatrain.errors import CorruptRegion, DiskError, DiskFull
 from megatrain.formatting import amount, at_least, at_most
-from megatrain.memory.io_queue import Bytes, Reads, Region, Request, Traffic, Writes
+from megatrain.memory.io_queue import (
+    FAILED,
+    UNFINISHED,
+    WRITTEN,
+    Bytes,
+    Grains,
+    Reads,
+    Region,
+    Request,
+    Traffic,
+    Writes,
+)
 from megatrain.memory.scratch_files import Block, Calls, ScratchFile, Space, as_disk_error, lay_out, system_calls
 from megatrain.spec.hardware import BLOCK_NBYTES, SECTOR
 
 DEPTH = 4
+
+GRAIN_NBYTES = 256 << 10
+"""Bytes with a checksum of their own, if blocks are no smaller: so few that a save, which reads parameter by parameter,
+reads little beside them, and enough that what is kept of each (9 bytes) and done for it is nothing."""
 
 Range = tuple[str, Tensor | NDArray[np.uint8], int]
 """Name of a region, uint8[n] of memory, and the first of its n bytes in the region."""
@@ -90,9 +106,9 @@ class Disk:
             self._resize(spaces)
             self._spaces = spaces
             for name, (nbytes, label) in new.items():
-                blocks = laid[name]
-                sums = [0] * len(blocks) if self._checksums else None
-                self._regions[name] = Region(name, label, nbytes, blocks, sums, [None] * len(blocks))
+                grain_nbytes = min(GRAIN_NBYTES, self._block_nbytes)
+                region = Region(name, label, nbytes, laid[name], grain_nbytes, has_sums=self._checksums)
+                self._regions[name] = region
 
     def _laid(self, nbytes: int, cuts: Sequence[int], spaces: Sequence[Space]) -> tuple[Block, ...]:
         """The blocks of a region; what is between two cuts is spread over all folders."""
@@ -109,38 +125,39 @@ class Disk:
         self.read_together([(name, memory, start)])
 
     def read_together(self, ranges: Sequence[Range]) -> None:
-        """Fill the memory of each range, as `read` does; their blocks move side by side.
+        """Fill the memory of each range, as `read` does; they move side by side.
 
         Blocks until done. Raises `CorruptRegion` if one of these bytes is torn or comes back changed, and `DiskError`
         if the drive fails; all memory is then undefined.
         """
-        self._reads.carry([_to_read(self._region(name), memory, start) for name, memory, start in ranges])
+        self._reads.carry([self._to_read(self._region(name), memory, start) for name, memory, start in ranges])
 
     def write(self, name: str, memory: Tensor | NDArray[np.uint8], start: int = 0) -> None:
-        """Write `memory`, uint8[n], to bytes [start, start + n) of the region, which must be whole blocks (`around`).
+        """Write `memory`, uint8[n], to bytes [start, start + n) of the region, which must be whole grains (`around`).
         See `write_together`."""
         self.write_together([(name, memory, start)])
 
     def write_together(self, ranges: Sequence[Range]) -> None:
-        """Write each range, as `write` does; their blocks move side by side. No memory may change meanwhile.
+        """Write each range, as `write` does; they move side by side. No memory may change meanwhile.
 
         Blocks until the drive has them. Raises `DiskError`, or `DiskFull` if space could not be allocated in advance;
-        all these blocks are then torn until all of them have been written again.
+        all these grains are then torn until all of them have been written again.
         """
         requests = [_to_write(self._region(name), memory, start) for name, memory, start in ranges]
-        for region, _, _, blocks in requests:
-            _mark(region, blocks, f"was not written completely in {_where(self._files, region)}")
+        for region, _, _, grains in requests:
+            region.mark(grains, UNFINISHED)
         try:
             self._writes.carry(requests)
         except DiskError as error:
-            for region, _, _, blocks in requests:
-                _mark(region, blocks, f"is torn because its last write failed: it {error.what}")
+            for region, _, _, grains in requests:
+                region.failure = error.what
+                region.mark(grains, FAILED)
             raise
-        for region, _, _, blocks in requests:
-            _mark(region, blocks, "")
+        for region, _, _, grains in requests:
+            region.mark(grains, WRITTEN)
 
     def around(self, name: str, start: int, stop: int) -> tuple[int, int]:
-        """The bytes [first, last) of the whole blocks that hold bytes [start, stop) of a region."""
+        """The bytes [first, last) of the whole grains that hold bytes [start, stop) of a region."""
         region = self._region(name)
         return _extent(region, region.within(start, stop), start)
 
@@ -184,6 +201,23 @@ class Disk:
             self._reads.close()
             self._writes.close()
             self._finalizer()
+
+    def _to_read(self, region: Region, memory: Tensor | NDArray[np.uint8], start: int) -> Request:
+        target = _flat(memory, region, start)
+        if not target.flags.writeable:
+            raise DiskError("cannot be read into read-only memory", where=region.label)
+        grains = region.within(start, start + target.nbytes)
+        states = b"".join(map(region.states_of, grains))
+        if FAILED in states or UNFINISHED in states:
+            folders = (str(self._files[number].folder) for number in sorted({block.file for block in region.blocks}))
+            torn = f"was not written completely in {', '.join(folders)}"
+            if FAILED in states:
+                torn = f"is torn because its last write failed: it {region.failure}"
+            raise CorruptRegion(torn, where=region.label, fix="write all of it, or go on from a checkpoint")
+        if states.count(WRITTEN) < len(states):
+            target.fill(0)
+            grains = [run for each in grains for run in region.written(each)]
+        return Request(region, target, start, grains)
 
     def _region(self, name: str) -> Region:
         with self._open():
@@ -273,26 +307,13 @@ def _check_arguments(folders: Sequence[Path], shares: Sequence[float], block_nby
         raise DiskError(what, where="disk")
 
 
-def _to_read(region: Region, memory: Tensor | NDArray[np.uint8], start: int) -> Request:
-    target = _flat(memory, region, start)
-    if not target.flags.writeable:
-        raise DiskError("cannot be read into read-only memory", where=region.label)
-    blocks = region.within(start, start + target.nbytes)
-    if torn := next((why for why in (region.torn[index] for index in blocks) if why), ""):
-        raise CorruptRegion(torn, where=region.label, fix="write all of it, or go on from a checkpoint")
-    written = [index for index in blocks if region.torn[index] is not None]
-    if len(written) < len(blocks):
-        target.fill(0)
-    return Request(region, target, start, written)
-
-
 def _to_write(region: Region, memory: Tensor | NDArray[np.uint8], start: int) -> Request:
     source = _flat(memory, region, start)
-    blocks = region.within(start, start + source.nbytes)
-    if _extent(region, blocks, start) != (start, start + source.nbytes):
-        what = f"bytes {start:,} to {start + source.nbytes:,} do not begin and end where blocks do"
-        raise DiskError(what, where=region.label, fix="write whole blocks")
-    return Request(region, source, start, blocks)
+    grains = region.within(start, start + source.nbytes)
+    if _extent(region, grains, start) != (start, start + source.nbytes):
+        what = f"bytes {start:,} to {start + source.nbytes:,} do not begin and end where grains do"
+        raise DiskError(what, where=region.label, fix="write whole grains")
+    return Request(region, source, start, grains)
 
 
 def _is_known(region: Region | None, nbytes: int, label: str) -> bool:
@@ -301,21 +322,12 @@ def _is_known(region: Region | None, nbytes: int, label: str) -> bool:
     return region is not None
 
 
-def _where(files: Sequence[ScratchFile], region: Region) -> str:
-    return ", ".join(str(files[number].folder) for number in sorted({block.file for block in region.blocks}))
-
-
-def _extent(region: Region, blocks: Sequence[int], start: int) -> tuple[int, int]:
-    """The bytes of consecutive blocks; none, at `start`, of no blocks."""
-    if not blocks:
+def _extent(region: Region, grains: Sequence[Grains], start: int) -> tuple[int, int]:
+    """The bytes of consecutive grains; none, at `start`, of no grains."""
+    if not grains:
         return start, start
-    first, last = region.blocks[blocks[0]], region.blocks[blocks[-1]]
+    first, last = region.place(grains[0]), region.place(grains[-1])
     return first.start, last.start + last.nbytes
-
-
-def _mark(region: Region, blocks: Sequence[int], torn: str) -> None:
-    for index in blocks:
-        region.torn[index] = torn
 
 
 def _flat(memory: Tensor | NDArray[np.uint8], region: Region, start: int) -> Bytes:

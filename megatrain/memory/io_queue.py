@@ -5,9 +5,11 @@ progress while one more thread computes checksums and copies. The blocks of all 
 one region or of several, wait in one queue per file, and threads take the next until none is left, or until one fails;
 so little Python runs between blocks, and the drive has fewer than `depth` only at the end.
 
-Sector-aligned memory is transferred without a copy. Other memory, and the last bytes of a region that do not fill
-a sector, pass through a buffer of the thread: at most `depth` + 1 blocks for each file and direction. Either way a
-block is split into the same two pieces, its whole sectors and the rest, and so has the same checksum.
+Of a block that a range reaches into only its *grains* there move, each of which has a checksum of its own.
+Sector-aligned memory is transferred without a copy. Other memory, grains that are only partly wanted, and the last
+bytes of a region that do not fill a sector, pass through a buffer of the thread: at most `depth` + 1 blocks for each
+file and direction. Either way a grain is split into the same two pieces, its whole sectors and the rest, and so has the
+same checksum.
 """
 
 from __future__ import annotations
@@ -18,63 +20,109 @@ import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatrain.errors import CorruptRegion, DiskError
-from megatrain.memory.checksum import checksum
+from megatrain.memory.checksum import checksums
 from megatrain.memory.scratch_files import Block, Calls, ScratchFile, as_disk_error
 from megatrain.spec.hardware import SECTOR, whole_sectors
 
 Bytes = NDArray[np.uint8]
 
 
-@dataclass(slots=True)
+UNWRITTEN, WRITTEN, UNFINISHED, FAILED = range(4)
+"""The state of a grain: it was never written; it holds what was last written; its last write has not ended, or was
+interrupted; its last write failed."""
+
+
+class Grains(NamedTuple):
+    """Grains [first, last) of a block, which move together."""
+
+    block: int
+    first: int
+    last: int
+
+
 class Region:
-    """A region's place and state."""
+    """A region's place and state. blocks: consecutive, in order; each is cut into grains of `grain_nbytes`, the last of
+    which may be shorter."""
 
-    name: str
-    label: str
-    nbytes: int
-    blocks: tuple[Block, ...]
-    """Consecutive, in order."""
-    sums: list[int] | None
-    """The checksum of each block as written; None if there are none."""
-    torn: list[str | None] = field(default_factory=list)
-    """Why each block does not hold what was last written; empty if it does, `None` if it was never written."""
+    def __init__(
+        self, name: str, label: str, nbytes: int, blocks: Sequence[Block], grain_nbytes: int, *, has_sums: bool = True
+    ) -> None:
+        self.name, self.label, self.nbytes, self.grain_nbytes = name, label, nbytes, grain_nbytes
+        self.blocks = blocks
+        grains = len(blocks), -(-max((block.nbytes for block in blocks), default=0) // grain_nbytes)
+        self.sums = np.zeros(grains, np.uint64) if has_sums else None
+        """The checksum of each grain of each block as written; None if there are none."""
+        self.states = np.zeros(grains, np.uint8)
+        """Whether each grain of each block holds what was last written (`UNWRITTEN` and so on)."""
+        self.failure = ""
+        """What the last write that failed did."""
 
-    def within(self, start: int, stop: int) -> Sequence[int]:
-        """The numbers of the blocks that hold bytes [start, stop)."""
+    def within(self, start: int, stop: int) -> list[Grains]:
+        """The grains that hold bytes [start, stop), block by block."""
         if start >= stop:
-            return range(0)
+            return []
         first = bisect_right(self.blocks, start, key=lambda block: block.start) - 1
-        return range(first, bisect_left(self.blocks, stop, key=lambda block: block.start))
+        last = bisect_left(self.blocks, stop, key=lambda block: block.start)
+        return [self._within(number, start, stop) for number in range(first, last)]
+
+    def _within(self, number: int, start: int, stop: int) -> Grains:
+        block, nbytes = self.blocks[number], self.grain_nbytes
+        last = min(stop - block.start, block.nbytes)
+        return Grains(number, max(0, start - block.start) // nbytes, -(-last // nbytes))
+
+    def place(self, grains: Grains) -> Block:
+        """Their bytes, and where they lie."""
+        return self.blocks[grains.block].cut(grains.first * self.grain_nbytes, grains.last * self.grain_nbytes)
+
+    def states_of(self, grains: Grains) -> bytes:
+        """The state of each."""
+        return self.states[grains.block, grains.first : grains.last].tobytes()
+
+    def mark(self, grains: Iterable[Grains], state: int) -> None:
+        """Set the state of all of them."""
+        for block, first, last in grains:
+            self.states[block, first:last] = state
+
+    def written(self, grains: Grains) -> Iterator[Grains]:
+        """Those of them that were written, in runs."""
+        at = grains.first
+        for state, run in groupby(self.states_of(grains)):
+            begin, at = at, at + sum(1 for _ in run)
+            if state == WRITTEN:
+                yield Grains(grains.block, begin, at)
 
 
 class Request(NamedTuple):
-    """Blocks of a region to transfer, and the memory with the region's bytes from `start` on."""
+    """Grains of a region to transfer, and the memory with the region's bytes from `start` on."""
 
     region: Region
     memory: Bytes
     start: int
-    blocks: Sequence[int]
+    grains: Sequence[Grains]
 
 
 @dataclass(slots=True)
 class _Passage:
-    """How a block moves between `part` of the caller's memory and the disk."""
+    """How grains move between `part` of the caller's memory and the disk."""
 
     part: Bytes
     pieces: list[Bytes]
     """The pieces to transfer, of `part` or of the thread's buffer."""
     through: Bytes
-    """The used whole sectors of the thread's buffer, for the bytes of `part` from `first` on."""
+    """The used whole sectors of the thread's buffer, of which the bytes from `skipped` on are those of `part` from
+    `first` on."""
     first: int
+    skipped: int
 
     def load(self) -> None:
         """Copy bytes that pass through the buffer into it, padded with zeros."""
@@ -85,15 +133,15 @@ class _Passage:
     def unload(self) -> None:
         """Copy bytes that passed through the buffer out of it."""
         rest = self.part[self.first :]
-        rest[:] = self.through[: rest.size]
+        rest[:] = self.through[self.skipped : self.skipped + rest.size]
 
     @property
     def views(self) -> list[memoryview]:
         return [piece.data for piece in self.pieces]
 
 
-_Queue = deque[tuple[Request, int]]
-"""Requests, and the numbers of their blocks."""
+_Queue = deque[tuple[Request, Grains]]
+"""Requests, and what of them moves at once."""
 
 
 class Traffic(ABC):
@@ -121,15 +169,15 @@ class Traffic(ABC):
         """
         queues: list[_Queue] = [deque() for _ in self._threads]
         for request in requests:
-            for index in request.blocks:
-                queues[request.region.blocks[index].file].append((request, index))
+            for grains in request.grains:
+                queues[request.region.blocks[grains.block].file].append((request, grains))
 
         def work(queue: _Queue) -> None:
             nbytes = 0
             try:
                 while (following := _next(queue)) is not None:
-                    request, index = following
-                    nbytes += self._carry_block(request.region, index, request.memory, request.start)
+                    request, grains = following
+                    nbytes += self._carry(request.region, grains, request.memory, request.start)
             except BaseException:
                 _empty(queues)
                 raise
@@ -159,8 +207,8 @@ class Traffic(ABC):
             threads.shutdown(wait=False)
 
     @abstractmethod
-    def _carry_block(self, region: Region, index: int, memory: Bytes, start: int) -> int:
-        """Transfer one block of the region, of which `memory` holds the bytes from `start` on; returns the bytes of its
+    def _carry(self, region: Region, grains: Grains, memory: Bytes, start: int) -> int:
+        """Transfer grains of the region, of which `memory` holds the bytes from `start` on; returns the bytes of their
         sectors. Raises `DiskError`."""
 
     def _buffer(self) -> Bytes:
@@ -186,47 +234,42 @@ class _ScratchTraffic(Traffic):
         self._files, self._call_of = files, calls
 
     @abstractmethod
-    def _transfer(self, region: Region, index: int, passage: _Passage) -> None:
-        """Transfer one block. Raises OSError and `CorruptRegion`."""
+    def _transfer(self, region: Region, grains: Grains, place: Block, passage: _Passage) -> None:
+        """Transfer grains that lie there. Raises OSError and `CorruptRegion`."""
 
-    def _carry_block(self, region: Region, index: int, memory: Bytes, start: int) -> int:
-        block = region.blocks[index]
-        first, last = block.start - start, block.start - start + block.nbytes
-        inside = slice(max(0, first), min(last, memory.size))
-        is_whole = inside == slice(first, last)
-        part = memory[inside] if is_whole else np.empty(block.nbytes, np.uint8)  # the checksum is of the whole block
+    def _carry(self, region: Region, grains: Grains, memory: Bytes, start: int) -> int:
+        place = region.place(grains)
+        at = place.start - start
+        part = memory[max(0, at) : at + place.nbytes]
         try:
-            self._transfer(region, index, self._passage(part))
+            self._transfer(region, grains, place, self._passage(part, place.nbytes, max(0, -at)))
         except OSError as error:
-            what = f"cannot be {self.direction} in {self._files[block.file].folder}"
+            what = f"cannot be {self.direction} in {self._files[place.file].folder}"
             raise as_disk_error(error, what, region.label) from error
-        if not is_whole:
-            memory[inside] = part[inside.start - first : inside.stop - first]
-        return whole_sectors(block.nbytes)
+        return whole_sectors(place.nbytes)
 
-    def _passage(self, part: Bytes) -> _Passage:
-        whole = part.size - part.size % SECTOR
-        first = 0 if part.ctypes.data % SECTOR else whole
-        if first == part.size:
-            return _Passage(part, [part], part[first:], first)
-        through = self._buffer()[: whole_sectors(part.size)]
+    def _passage(self, part: Bytes, nbytes: int, skipped: int) -> _Passage:
+        """Of grains of so many bytes, of which the caller wants `part`, but not `skipped` bytes before it."""
+        whole = nbytes - nbytes % SECTOR
+        first = 0 if part.size < nbytes or part.ctypes.data % SECTOR else whole
+        if first == nbytes:
+            return _Passage(part, [part], part[first:], first, skipped)
+        through = self._buffer()[: whole_sectors(nbytes)]
         pieces = [part[:first], through[first:whole], through[whole:]]
-        return _Passage(part, [piece for piece in pieces if piece.size], through[first:], first)
+        return _Passage(part, [piece for piece in pieces if piece.size], through[first:], first, skipped)
 
 
 class Writes(_ScratchTraffic):
-    """From memory to files. Only whole blocks are written."""
+    """From memory to files. Only whole grains are written."""
 
     direction = "written"
 
-    def _transfer(self, region: Region, index: int, passage: _Passage) -> None:
-        block = region.blocks[index]
+    def _transfer(self, region: Region, grains: Grains, place: Block, passage: _Passage) -> None:
         if passage.through.size:
             passage.load()
         if region.sums is not None:
-            region.sums[index] = checksum(passage.pieces)
-        call = self._call_of("write", region.name, os.pwritev)
-        self._files[block.file].write(passage.views, block.place, call)
+            region.sums[grains.block, grains.first : grains.last] = checksums(passage.pieces, region.grain_nbytes)
+        self._files[place.file].write(passage.views, place.place, self._call_of("write", region.name, os.pwritev))
 
 
 class Reads(_ScratchTraffic):
@@ -234,21 +277,25 @@ class Reads(_ScratchTraffic):
 
     direction = "read"
 
-    def _transfer(self, region: Region, index: int, passage: _Passage) -> None:
-        block = region.blocks[index]
-        file = self._files[block.file]
-        file.read(passage.views, block.place, self._call_of("read", region.name, os.preadv))
-        if region.sums is not None and region.sums[index] != checksum(passage.pieces):
-            raise CorruptRegion(
-                f"bytes {block.start:,} to {block.start + block.nbytes:,} are not what was written in {file.folder}",
-                where=region.label,
-                fix="look for errors of the drive in the system's log, and go on from a checkpoint",
-            )
+    def _transfer(self, region: Region, grains: Grains, place: Block, passage: _Passage) -> None:
+        file = self._files[place.file]
+        file.read(passage.views, place.place, self._call_of("read", region.name, os.preadv))
+        if region.sums is not None:
+            due = region.sums[grains.block, grains.first : grains.last]
+            differs = due != checksums(passage.pieces, region.grain_nbytes)
+            if differs.any():
+                wrong = grains.first + int(differs.argmax())
+                bad = region.place(Grains(grains.block, wrong, wrong + 1))
+                raise CorruptRegion(
+                    f"bytes {bad.start:,} to {bad.start + bad.nbytes:,} are not what was written in {file.folder}",
+                    where=region.label,
+                    fix="look for errors of the drive in the system's log, and go on from a checkpoint",
+                )
         if passage.through.size:
             passage.unload()
 
 
-def _next(queue: _Queue) -> tuple[Request, int] | None:
+def _next(queue: _Queue) -> tuple[Request, Grains] | None:
     try:
         return queue.popleft()
     except IndexError:

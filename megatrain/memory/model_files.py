@@ -28,7 +28,7 @@ from megatrain.device.worker import OwningProcess
 from megatrain.errors import CorruptRegion, DiskError
 from megatrain.memory.checksum import checksum
 from megatrain.memory.disk import DEPTH
-from megatrain.memory.io_queue import Bytes, Region, Request, Traffic
+from megatrain.memory.io_queue import Bytes, Grains, Region, Request, Traffic
 from megatrain.memory.scratch_files import Block, as_disk_error
 from megatrain.spec import FileBytes
 from megatrain.spec.hardware import BLOCK_NBYTES, SECTOR, whole_sectors
@@ -127,9 +127,9 @@ class ModelFiles:
         key = name, start, target.nbytes
         if key not in self._known:
             blocks = self._blocks(self._regions[name], start, start + target.nbytes)
-            self._known[key] = Region(name, label or name, target.nbytes, blocks, [0] * len(blocks))
+            self._known[key] = Region(name, label or name, target.nbytes, blocks, self._block_nbytes)
         region = self._known[key]
-        self._reads.carry([Request(region, target, 0, range(len(region.blocks)))])
+        self._reads.carry([_all_of(region, target)])
         for number in {block.number for block in region.blocks if isinstance(block, FileBlock)}:
             if _identity(self._paths[number]) != self._then[number]:
                 raise _changed(self._paths[number], "has changed during training")
@@ -160,7 +160,7 @@ class ModelFiles:
 
     def _is_direct_quicker(self) -> bool:
         """Measure by reading blocks spread over all regions, alternately each way."""
-        whole = [block for extents in self._regions.values() for block in self._all_of(extents)]
+        whole = [block for extents in self._regions.values() for block in self._whole(extents)]
         whole = [block for block in whole if block.nbytes == self._block_nbytes]
         if len(whole) < 2 * SAMPLES or not _DIRECT:
             return False  # so few bytes stay cached
@@ -178,7 +178,7 @@ class ModelFiles:
                 self._reads.shut()
         return seconds[True] < seconds[False]
 
-    def _all_of(self, extents: Extents) -> tuple[FileBlock, ...]:
+    def _whole(self, extents: Extents) -> tuple[FileBlock, ...]:
         return self._blocks(extents, 0, max((start + each.nbytes for start, each in extents), default=0))
 
     def _sample(self, blocks: Sequence[FileBlock]) -> float:
@@ -188,8 +188,8 @@ class ModelFiles:
         )
         memory = np.empty(sum(each.nbytes for each in blocks), np.uint8)
         began = time.perf_counter()
-        region = Region("samples", "the model's files", memory.size, placed, None)
-        self._reads.carry([Request(region, memory, 0, range(len(placed)))])
+        region = Region("samples", "the model's files", memory.size, placed, self._block_nbytes, has_sums=False)
+        self._reads.carry([_all_of(region, memory)])
         return time.perf_counter() - began
 
 
@@ -222,8 +222,8 @@ class _FileReads(Traffic):
         while self._files:
             os.close(self._files.pop())
 
-    def _carry_block(self, region: Region, index: int, memory: Bytes, start: int) -> int:
-        block = region.blocks[index]
+    def _carry(self, region: Region, grains: Grains, memory: Bytes, start: int) -> int:
+        block = region.blocks[grains.block]
         assert isinstance(block, FileBlock)
         begin = block.place // SECTOR * SECTOR
         before, wanted = block.place - begin, block.place - begin + block.nbytes
@@ -237,9 +237,9 @@ class _FileReads(Traffic):
             raise _changed(self._paths[block.number], "is shorter than it was")
         if region.sums is not None:
             total = checksum([through])
-            if region.sums[index] not in (0, total):
+            if region.sums[grains.block, 0] not in (0, total):
                 raise _changed(self._paths[block.number], f"has other bytes than before at {block.place:,}")
-            region.sums[index] = total
+            region.sums[grains.block, 0] = total
         memory[block.start : block.start + block.nbytes] = through[before:wanted]
         return through.size
 
@@ -253,6 +253,11 @@ class _FileReads(Traffic):
                 return done + moved
             done += moved
         return done
+
+
+def _all_of(region: Region, memory: Bytes) -> Request:
+    """A request for every block, of one grain each."""
+    return Request(region, memory, 0, [Grains(number, 0, 1) for number in range(len(region.blocks))])
 
 
 def _let_go(process: OwningProcess, reads: _FileReads) -> None:

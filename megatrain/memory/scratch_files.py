@@ -49,6 +49,12 @@ class Block:
     nbytes: int
     place: int
 
+    def cut(self, first: int, last: int) -> Block:
+        """Its bytes [first, last), as far as it has them."""
+        if first == 0 and last >= self.nbytes:
+            return self
+        return Block(self.file, self.start + first, min(last, self.nbytes) - first, self.place + first)
+
 
 class Space:
     """The used ranges of one file. `nbytes`: the file's required length, including gaps between blocks."""

@@ -98,15 +98,15 @@ class UnitState:
         """Split elements [start, stop) of a part into ranges of at most `AT_ONCE`, to be written in this order.
 
         None has both trained and frozen elements. If the part is on the disk, every range but the last ends with a
-        block of the disk, so that no block is written twice. number: as in `write`.
+        grain of the disk, so that no grain is written twice. number: as in `write`.
         """
         name, nbytes, first = self._name(part), self._dtypes[part].itemsize, self._state_starts[number]
         while start < stop:
             end = min(start + AT_ONCE, self.trained if start < self.trained else stop, stop)
             if end < stop and self._tiers[part] == "disk":
                 at = (first + end) * nbytes
-                block_start = self._pool.disk.around(name, at, at + 1)[0] // nbytes - first
-                end = block_start if block_start > start else end
+                grain_start = self._pool.disk.around(name, at, at + 1)[0] // nbytes - first
+                end = grain_start if grain_start > start else end
             yield start, end
             start = end
 
@@ -310,15 +310,15 @@ def _put(pool: Pool, name: str, first: int, values: np.ndarray) -> None:
 
 
 def _put_on_disk(pool: Pool, region: str, first: int, values: np.ndarray) -> None:
-    """Write whole blocks; those at the ends are read first, and their other bytes stay as they are."""
+    """Write whole grains; those at the ends are read first, and their other bytes stay as they are."""
     pool.unsaved.save()  # or what a failed write has left torn could not be read
     start, stop = pool.disk.around(region, first, first + values.size)
     if stop - start > values.size:
-        blocks = np.empty(stop - start, np.uint8)
+        grains = np.empty(stop - start, np.uint8)
         for begin, end in {pool.disk.around(region, at, at + 1) for at in (first, first + values.size - 1)}:
-            pool.disk.read(region, blocks[begin - start : end - start], begin)
-        blocks[first - start : first - start + values.size] = values
-        values = blocks
+            pool.disk.read(region, grains[begin - start : end - start], begin)
+        grains[first - start : first - start + values.size] = values
+        values = grains
     try:
         pool.disk.write(region, values, start)
     except BaseException:

@@ -22,12 +22,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.errors import DiskError, DiskFull
+from megatrain.memory import disk as disk_module
 from megatrain.memory import scratch_files
 from megatrain.memory.disk import Disk
 from megatrain.spec.hardware import SECTOR
 from tests.fork_server import Preloaded
 
-BLOCK = 2 * SECTOR
+BLOCK, GRAIN = 4 * SECTOR, 2 * SECTOR
+
+
+@pytest.fixture(autouse=True)
+def small_grains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_module, "GRAIN_NBYTES", GRAIN)
 
 
 def aligned(nbytes: int, skip: int = 0) -> np.ndarray:
@@ -126,7 +132,7 @@ def test_kept_data_is_not_moved(kept: int, tmp_path: Path, mode: str) -> None:
     assert disk.written_nbytes - before == 2 * first
     for size in (first - SECTOR, first + SECTOR):
         with pytest.raises(
-            DiskError, match=r"a: bytes 0 to .* do not begin and end where blocks do; write whole blocks"
+            DiskError, match=r"a: bytes 0 to .* do not begin and end where grains do; write whole grains"
         ):
             disk.write("a", memory[:size])
     disk.close()
@@ -142,7 +148,7 @@ def test_kept_data_is_not_moved(kept: int, tmp_path: Path, mode: str) -> None:
 def test_any_range_reads_as_it_was_last_written(
     nbytes: int, kept: int, beside: int, shares: list[float], ranges: list[tuple[int, int]], place: Path
 ) -> None:
-    """Each range is written as far as the blocks around it go; what no write has reached reads as zeros."""
+    """Each range is written as far as the grains around it go; what no write has reached reads as zeros."""
     disk = Disk(folders(place, len(shares)), shares=shares, block_nbytes=BLOCK, depth=2)
     disk.provide({"a": (nbytes, "a")}, cuts={"a": [kept * SECTOR * 3, kept * SECTOR * 4 + beside]})
     expected, written = np.zeros(nbytes, np.uint8), 0
@@ -150,7 +156,7 @@ def test_any_range_reads_as_it_was_last_written(
         start, stop = sorted(cut % (nbytes + 1) for cut in cuts)
         first, last = disk.around("a", start, stop)
         assert first <= start <= stop <= last
-        assert last - first < stop - start + 2 * BLOCK
+        assert last - first < stop - start + 2 * GRAIN
         expected[first:last] = aligned(last - first) + np.uint8(number)
         disk.write("a", expected[first:last], first)
         written += last - first
@@ -160,6 +166,22 @@ def test_any_range_reads_as_it_was_last_written(
             assert np.array_equal(back, expected[left:right])
     partly = 1 + 2 * (beside > 0)  # sectors at the region's end and around a cut that is between sectors
     assert written <= disk.written_nbytes <= written + partly * SECTOR * len(ranges)
+    disk.close()
+
+
+@pytest.mark.parametrize("skip", [0, 8])
+@pytest.mark.parametrize(
+    ("start", "stop", "grains"),
+    [(0, 1, 1), (GRAIN - 1, GRAIN + 1, 2), (BLOCK - 1, BLOCK, 1), (GRAIN, 3 * GRAIN, 2), (1, 2 * BLOCK + 1, 5)],
+)
+def test_a_range_reads_only_its_grains(start: int, stop: int, grains: int, skip: int, tmp_path: Path) -> None:
+    disk = Disk([tmp_path], block_nbytes=BLOCK)
+    disk.provide({"a": (3 * BLOCK, "a")})
+    memory, back = aligned(3 * BLOCK), aligned(stop - start, skip)
+    disk.write("a", memory)
+    disk.read("a", back, start)
+    assert np.array_equal(back, memory[start:stop])
+    assert disk.read_nbytes == grains * GRAIN
     disk.close()
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megatrain.errors import CorruptRegion, DiskError, DiskFull
+from megatrain.memory import disk as disk_module
 from megatrain.memory import io_queue
 from megatrain.memory.disk import Disk
 from megatrain.spec.hardware import SECTOR
@@ -79,8 +80,16 @@ def test_a_partial_rewrite_restores_only_its_own_part(after: int, tmp_path: Path
     disk.close()
 
 
-def test_a_failed_write_of_a_range_invalidates_all_of_its_blocks_and_no_others(tmp_path: Path) -> None:
-    disk, (first, last) = disk_with(tmp_path, DiskFault("write", "region", after=5)), (2 * SECTOR, 6 * SECTOR)
+@pytest.mark.parametrize("grain", [2 * SECTOR, SECTOR], ids=["of a block", "of half a block"])
+@pytest.mark.parametrize(("first", "last"), [(2 * SECTOR, 6 * SECTOR), (2 * SECTOR, 4 * SECTOR), (SECTOR, 4 * SECTOR)])
+def test_a_failed_write_of_a_range_invalidates_all_of_its_grains_and_no_others(
+    first: int, last: int, grain: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of its requests fails, or the only one."""
+    monkeypatch.setattr(disk_module, "GRAIN_NBYTES", grain)
+    first = first // grain * grain
+    requests = -(-last // (2 * SECTOR)) - first // (2 * SECTOR)
+    disk = disk_with(tmp_path, DiskFault("write", "region", after=3 + requests))
     disk.write("region", VALUE)
     with pytest.raises(DiskError, match="injected"):
         disk.write("region", NEW[first:last], first)
@@ -115,6 +124,22 @@ def test_a_failed_read_leaves_the_region_unchanged(
         content(disk, "region")
     assert np.array_equal(content(disk, "region"), VALUE)
     assert np.array_equal(content(disk, "other"), OTHER)
+    disk.close()
+
+
+def test_of_a_block_only_the_grain_with_a_flipped_bit_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_module, "GRAIN_NBYTES", SECTOR)
+    disk, (first, last) = disk_with(tmp_path, DiskFault("flip", "region", on="write", after=4)), (SECTOR, 2 * SECTOR)
+    disk.write("region", VALUE)
+    disk.write("region", VALUE[: 2 * SECTOR])
+    with pytest.raises(CorruptRegion, match=r"layer 3: bytes 0 to 4,096 are not what was written in"):
+        content(disk, "region")
+    for start, stop in ((first, last), (last, NBYTES)):
+        back = NEW[start:stop].copy()
+        disk.read("region", back, start)
+        assert np.array_equal(back, VALUE[start:stop])
+    disk.write("region", NEW[:first])
+    assert np.array_equal(content(disk, "region"), np.concatenate([NEW[:first], VALUE[first:]]))
     disk.close()
 
 

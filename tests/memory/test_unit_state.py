@@ -181,7 +181,7 @@ def test_a_part_that_cannot_be_moved_stays(fault: DiskFault, tmp_path: Path) -> 
 @pytest.mark.parametrize("then", ["settle", "write"])
 @pytest.mark.parametrize("part", PARTS)
 def test_a_write_that_fails_loses_nothing(part: Part, then: str, tmp_path: Path) -> None:
-    """Neither what was written nor its neighbours, which share blocks of the disk with it."""
+    """Neither what was written nor its neighbours, which share grains of the disk with it."""
     faults: list[Calls] = []
     store = store_in(tmp_path, "bf16", placed(Placement(), PLACEMENTS[1], Placement()))
     store.pool.disk._writes._call_of = lambda *request: faults[0](*request) if faults else request[-1]  # type: ignore[attr-defined]
