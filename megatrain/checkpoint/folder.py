@@ -5,15 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain.checkpoint.listing import checkpoints, step_of
 from megatrain.checkpoint.load import Checkpoint
-from megatrain.checkpoint.manifest import MANIFEST, Check, full_check, quick_check, read_manifest
-from megatrain.checkpoint.peer_checkpoints import peer_checkpoint
+from megatrain.checkpoint.manifest import MANIFEST, Check, Unverified, full_check, quick_check, read_manifest
+from megatrain.checkpoint.peer_checkpoints import PeerCheckpoint, peer_checkpoint
 from megatrain.checkpoint.run_state import TRAINING
 from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from megatrain.system.atomic import finish_vanishing, vanish
@@ -71,6 +71,15 @@ def open_checkpoint(folder: str | Path, check: Check = full_check) -> Checkpoint
     return Checkpoint(folder)
 
 
+def open_to_load(folder: str | Path, check: Check = quick_check) -> Checkpoint:
+    """As `open_checkpoint`, but tensors are compared with their checksums when they are loaded, and small files now."""
+    opened = open_checkpoint(folder, check)
+    if not isinstance(opened, PeerCheckpoint):
+        opened.unverified = Unverified(opened.folder, opened.manifest.files)
+        opened.unverified.verify_small()
+    return opened
+
+
 def _inside(folder: Path) -> list[Path]:
     """The checkpoints in a folder of them, or of a run."""
     if not folder.is_dir() or (folder / MANIFEST).exists():
@@ -87,12 +96,12 @@ class Newest:
     skipped: tuple[str, ...]
 
 
-def newest_sound(folder: str | Path, check: Check = full_check) -> Newest:
-    """Find the newest checkpoint in which `check` finds nothing wrong."""
+def newest_sound(folder: str | Path, open_one: Callable[[Path], Checkpoint] = open_checkpoint) -> Newest:
+    """Find the newest checkpoint that `open_one` opens."""
     skipped: list[str] = []
     for path in checkpoints(folder):
         try:
-            return Newest(open_checkpoint(path, check), tuple(skipped))
+            return Newest(open_one(path), tuple(skipped))
         except DamagedCheckpoint as error:
             skipped.append(f"{path.name}: {error.what}")
     return Newest(None, tuple(skipped))

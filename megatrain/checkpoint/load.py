@@ -2,11 +2,13 @@
 
 Masters are loaded from the folder as a Hugging Face model (`model.PretrainedSource`), which reverses the library's
 conversions; moments are read by parameter name, so the order, tiers and policy of the run that wrote them do not
-matter. Damage after the check is not detected. A checkpoint of another trainer is a `peer_checkpoints.PeerCheckpoint`.
+matter. Its bytes were compared with their checksums before, or are when they are loaded (`unverified`); damage after
+that is not detected. A checkpoint of another trainer is a `peer_checkpoints.PeerCheckpoint`.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatrain.checkpoint.manifest import read_manifest
+from megatrain.checkpoint.manifest import Unverified, read_manifest
 from megatrain.checkpoint.run_state import read_training
 from megatrain.checkpoint.save import OPTIMIZER
 from megatrain.errors import CheckpointError, DamagedCheckpoint, first_line
@@ -23,6 +25,9 @@ from megatrain.errors import CheckpointError, DamagedCheckpoint, first_line
 
 class Checkpoint:
     """A checked checkpoint, made by `folder.open_checkpoint`."""
+
+    unverified: Unverified | None = None
+    """What is compared with its checksum when it is loaded, if it was opened so (`folder.open_to_load`)."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -32,6 +37,35 @@ class Checkpoint:
     @property
     def step(self) -> int:
         return self.manifest.step
+
+    def verify(self, file: str, start: int, stop: int) -> None:
+        """Compare bytes [start, stop) of a file, by its path, before they are loaded. Raises `DamagedCheckpoint`."""
+        if self.unverified is not None and (path := Path(file)).is_relative_to(self.folder):
+            self.unverified.verify(path.relative_to(self.folder).as_posix(), start, stop)
+
+    def verify_rest(self) -> None:
+        """Compare what was not loaded. Raises `DamagedCheckpoint`."""
+        if self.unverified is not None:
+            self.unverified.verify_rest()
+
+    def verify_moments(self, name: str, array: str, start: int, stop: int) -> None:
+        """Compare elements [start, stop) of an array that the optimizer kept, float32. Raises `DamagedCheckpoint`."""
+        if self.unverified is not None:
+            key = f"{name}.{array}"
+            first = self._first_bytes[key]
+            self.unverified.verify(self._tensors[key][0], first + 4 * start, first + 4 * stop)
+
+    @cached_property
+    def _first_bytes(self) -> dict[str, int]:
+        """Name of an optimizer tensor -> its first byte in its file."""
+        places: dict[str, int] = {}
+        for name in {file for file, _ in self._tensors.values()}:
+            with (self.folder / name).open("rb") as file:
+                first = 8 + (nbytes := int.from_bytes(file.read(8), "little"))
+                header = json.loads(file.read(nbytes))
+            header.pop("__metadata__", None)  # which is no tensor
+            places |= {key: first + tensor["data_offsets"][0] for key, tensor in header.items()}
+        return places
 
     @cached_property
     def training(self) -> dict[str, Any]:

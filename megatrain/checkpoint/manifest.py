@@ -11,8 +11,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -83,11 +85,11 @@ def differences(folder: Path, files: Mapping[str, FileSum]) -> dict[str, str]:
     return wrong
 
 
-def _difference(path: Path, expected: FileSum, first: int) -> str:
+def _difference(path: Path, expected: FileSum, first: int, count: int = _RUN) -> str:
     """What is wrong with a run of blocks, empty if nothing."""
-    due = expected.blocks[first * DIGITS : (first + _RUN) * DIGITS]
+    due = expected.blocks[first * DIGITS : (first + count) * DIGITS]
     try:
-        blocks = file_sum(0, itertools.islice(_sums(path, first), _RUN)).blocks
+        blocks = file_sum(0, itertools.islice(_sums(path, first), count)).blocks
     except OSError as error:
         return f"cannot be read ({error.strerror or error})"
     for at in range(0, len(due), DIGITS):
@@ -105,6 +107,57 @@ def _sums(path: Path, first: int) -> Iterator[int]:
         file.seek(first * BLOCK_NBYTES)
         while nbytes := file.readinto(memory.data[:size]):
             yield block_sum(memory, nbytes)
+
+
+class Unverified:
+    """The blocks of a checkpoint's files that have not been compared with their checksums since it was opened.
+
+    Whoever loads a checkpoint has those bytes compared first that it is about to read, and the others in the end: so a
+    file is read once, by the drive, and its bytes are in the page cache when they are loaded. Any thread may call it.
+    """
+
+    def __init__(self, folder: Path, files: Mapping[str, FileSum]) -> None:
+        self._folder, self._files = folder, files
+        self._left = {name: bytearray(b"\x01") * (len(file.blocks) // DIGITS) for name, file in files.items()}
+        """Of each file, whether each block is still to be compared."""
+
+    def verify(self, name: str, start: int, stop: int) -> None:
+        """Compare the blocks with bytes [start, stop) of a file. Raises `DamagedCheckpoint`."""
+        last = -(-stop // BLOCK_NBYTES)
+        self._verify((name, block, 1) for block in range(start // BLOCK_NBYTES, last) if self._left[name][block])
+
+    def verify_small(self) -> None:
+        """Compare what tells how to load: small files, and the first block of those of tensors, which holds the header.
+        Raises `DamagedCheckpoint`."""
+        whole = {name for name in self._files if not name.endswith(".safetensors")}
+        firsts = ((name, 0, 1) for name in self._files.keys() - whole if self._files[name].nbytes)
+        self._verify([*firsts, *(run for name in whole for run in self._runs(name))])
+
+    def verify_rest(self) -> None:
+        """Compare all others. Raises `DamagedCheckpoint`."""
+        self._verify(run for name in self._files for run in self._runs(name))
+
+    def _runs(self, name: str) -> Iterator[tuple[str, int, int]]:
+        """(name, first block, number of blocks) of what is left of a file."""
+        for run in re.finditer(rb"\x01+", self._left[name]):
+            for first in range(run.start(), run.end(), _RUN):
+                yield name, first, min(_RUN, run.end() - first)
+
+    def _verify(self, runs: Iterable[tuple[str, int, int]]) -> None:
+        runs = list(runs)
+        with ThreadPoolExecutor(min(_READERS, 2 * available_threads())) if runs[1:] else nullcontext() as threads:
+            compared = map(self._compared, runs) if threads is None else threads.map(self._compared, runs)
+            for name, what in compared:
+                if what:
+                    fix = "go on from an older one"
+                    raise DamagedCheckpoint(f"{name} {what}", where=str(self._folder), fix=fix)
+
+    def _compared(self, run: tuple[str, int, int]) -> tuple[str, str]:
+        name, first, count = run
+        what = _difference(self._folder / name, self._files[name], first, count)
+        if not what:
+            self._left[name][first : first + count] = bytes(count)
+        return name, what
 
 
 MANIFEST = "manifest.json"

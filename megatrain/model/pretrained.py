@@ -17,7 +17,7 @@ import math
 import os
 import pickle
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -264,14 +264,14 @@ class PretrainedSource:
             return None
         shapes = {key: torch.empty(header.shape, device="meta") for key, header in headers.items()}
         if target in self._renamed:  # the library would go through all parameters of the model
-            return InRuns(MovedElements(shapes), shapes[keys[0]], headers, self._where)
+            return InRuns(MovedElements(shapes), shapes[keys[0]], headers, self._where, self._shards.before_read)
         with _put_back(self.model), MovedElements(shapes) as moved:
             self._run_library(shapes, "meta")
             named = [*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers()]
             made = {other: tensor.data for other, tensor in named if getattr(tensor, "_is_hf_initialized", False)}
         first = first_names(self.model)
         is_all = {first.get(other) for other in made} == {name} and moved.are_known(made[target])
-        return InRuns(moved, made[target], headers, self._where) if is_all else None
+        return InRuns(moved, made[target], headers, self._where, self._shards.before_read) if is_all else None
 
     def fill(self, masters: Masters, units: Sequence[Sequence[str]], progress: Progress | None = None) -> None:
         """Write every parameter of every unit (see `Source`)."""
@@ -556,6 +556,10 @@ class Header:
     """Its bytes in a safetensors file."""
 
 
+BeforeRead = Callable[[str, int, int], object]
+"""Called with (path of a file, first byte, end)."""
+
+
 class Shards:
     """The tensors of a checkpoint, by their names in the files."""
 
@@ -565,6 +569,8 @@ class Shards:
         Raises `ModelError`, naming the file, for one that is missing, truncated or damaged.
         """
         self.where = where
+        self.before_read: BeforeRead = lambda file, start, stop: None
+        """Called with what is about to be read of a safetensors file."""
         self.headers: dict[str, Header] = {}
         for file in _files(source, config, where, revision):
             self.headers.update(_headers(file, where))
@@ -583,6 +589,8 @@ class Shards:
         by_file: dict[Path, list[str]] = {}
         for name in names:
             by_file.setdefault(self.headers[name].file, []).append(name)
+            if (place := self.headers[name].place) is not None:
+                self.before_read(place.file, place.place, place.place + place.nbytes)
         with ExitStack() as files:
             slices: dict[str, Unread] = {}
             for file, held in by_file.items():
@@ -605,6 +613,11 @@ class Shards:
             return opened.get_slice(name)  # its dtype decides how a dequantized weight is rounded
         widened = dtype == torch.float32 and header.dtype in ("BF16", "F16")
         return _InBlocks(name, header) if is_large and widened else opened.get_slice(name)
+
+
+def look_first(source: PretrainedSource, before_read: BeforeRead) -> None:
+    """Have it called with what the source is about to read of a safetensors file, from now on."""
+    source._shards.before_read = before_read
 
 
 def non_finite_weights(source: str, config: PreTrainedConfig) -> list[str]:
@@ -644,9 +657,12 @@ class _InBlocks:
 class InRuns:
     """A parameter whose elements are in tensors of safetensors files, run by run."""
 
-    def __init__(self, moved: MovedElements, made: Tensor, headers: Mapping[str, Header], where: str) -> None:
+    def __init__(
+        self, moved: MovedElements, made: Tensor, headers: Mapping[str, Header], where: str, before_read: BeforeRead
+    ) -> None:
         """made: the parameter as it was made of tensors without storage."""
         self._moved, self._made, self._headers, self._where = moved, made, headers, where
+        self._before_read = before_read
 
     def read(self, start: int, stop: int) -> Tensor:
         """Elements [start, stop) as float32. Raises `ModelError` if the files cannot be read."""
@@ -674,9 +690,11 @@ class InRuns:
         dtype, nbytes = DTYPES[header.dtype], 0
         memory = values if dtype == torch.float32 else np.empty(values.size * dtype.itemsize, np.uint8)
         view = memory.view(np.uint8).data
+        first = header.place.place + start * dtype.itemsize
+        self._before_read(header.place.file, first, first + len(view))
         try:
             with open(header.file, "rb", buffering=0) as file:
-                file.seek(header.place.place + start * dtype.itemsize)
+                file.seek(first)
                 while nbytes < len(view):
                     if not (more := file.readinto(view[nbytes:])):
                         raise ModelError("its files end before their tensors do", where=self._where)

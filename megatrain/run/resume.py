@@ -10,18 +10,21 @@ is in `train.restore`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatrain.checkpoint.folder import newest_sound, open_checkpoint
+from megatrain.checkpoint.folder import newest_sound, open_to_load
 from megatrain.checkpoint.listing import checkpoints
 from megatrain.checkpoint.load import Checkpoint
+from megatrain.checkpoint.manifest import quick_check
 from megatrain.checkpoint.peer_checkpoints import PeerCheckpoint
 from megatrain.config import Config, PolicySection, TrainSection
 from megatrain.config.load import with_new_names
-from megatrain.errors import CheckpointError, ConfigError, DataError
+from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint, DataError
 from megatrain.formatting import counted
 from megatrain.model import Source, listed
 from megatrain.model.hub import ADAPTER
@@ -71,8 +74,39 @@ COMPARED = ("data.sources",)
 """Keys within `REFUSED` that may change, because their content is compared instead."""
 
 
-def find(config: Config, say: Say) -> Checkpoint | None:
-    """The checkpoint that the run resumes from, with every byte verified; `None` for a new run.
+Opens = Callable[[Path], Checkpoint]
+"""Opens a checkpoint. Raises `DamagedCheckpoint`."""
+
+
+class DamageFound(Exception):
+    """A checkpoint has proved to be damaged as it was loaded, so that the run needs another one."""
+
+    def __init__(self, folder: Path, what: str) -> None:
+        self.folder, self.what = folder, what
+
+
+@contextmanager
+def loading_checked(resumed: Checkpoint | None) -> Iterator[None]:
+    """In the block, turn damage in a checkpoint that is compared with its checksums as it loads into `DamageFound`."""
+    try:
+        yield
+    except DamagedCheckpoint as error:
+        if resumed is None or resumed.unverified is None or error.where != str(resumed.folder):
+            raise
+        raise DamageFound(resumed.folder, error.what) from error
+
+
+def opens_to_load(damaged: Mapping[Path, str]) -> Opens:
+    """`open_to_load`, for which these folders are damaged: what is wrong in each."""
+
+    def check(folder: Path) -> list[str]:
+        return [damaged[folder]] if folder in damaged else quick_check(folder)
+
+    return partial(open_to_load, check=check)
+
+
+def find(config: Config, say: Say, opens: Opens) -> Checkpoint | None:
+    """The checkpoint that the run resumes from, which `opens` has opened; `None` for a new run.
 
     Also reports which files of an earlier run will be deleted: most when training begins, the model when the new one is
     complete. Raises `ConfigError` if those are more than metrics and `output.overwrite` is not set, `CheckpointError`
@@ -81,7 +115,7 @@ def find(config: Config, say: Say) -> Checkpoint | None:
     if config.folder.exists() and not config.folder.is_dir():
         raise ConfigError("is a file", where=str(config.folder), fix="choose another output.folder")
     put_all_right(config.checkpoints)
-    resumed = _wanted(config, say)
+    resumed = _wanted(config, say, opens)
     check_overwriting(config, resumed, say)
     return resumed
 
@@ -102,13 +136,13 @@ def lowest_loss_at(config: Config, resumed: Checkpoint | None, of: str) -> Lowes
     return lowest
 
 
-def _wanted(config: Config, say: Say) -> Checkpoint | None:
+def _wanted(config: Config, say: Say, opens: Opens) -> Checkpoint | None:
     """The checkpoint that `resume` asks for. Raises `ConfigError` or `CheckpointError` if there is none."""
     if config.resume is None:
         return None
     if config.resume == AUTO:
-        return _newest(config.checkpoints, say) if checkpoints(config.checkpoints) else None
-    return _at(named_checkpoint(config), say)
+        return _newest(config.checkpoints, say, opens) if checkpoints(config.checkpoints) else None
+    return _at(named_checkpoint(config), say, opens)
 
 
 def facts_of(resumed: Checkpoint) -> Mapping[str, Any]:
@@ -286,8 +320,8 @@ def take_up_data(feed: Feed, resumed: Checkpoint, config: Config, say: Say) -> i
         return resumed.step
 
 
-def _newest(folder: Path, say: Say) -> Checkpoint:
-    newest = newest_sound(folder)
+def _newest(folder: Path, say: Say, opens: Opens) -> Checkpoint:
+    newest = newest_sound(folder, opens)
     for line in newest.skipped:
         say(f"skipped an invalid checkpoint: {line}")
     if newest.checkpoint is None:
@@ -299,12 +333,12 @@ def _newest(folder: Path, say: Say) -> Checkpoint:
     return newest.checkpoint
 
 
-def _at(path: Path, say: Say) -> Checkpoint:
+def _at(path: Path, say: Say, opens: Opens) -> Checkpoint:
     """The checkpoint at a path, or the newest valid one in a checkpoint or run folder."""
     for folder in (path, path / "checkpoints"):
         if folder.is_dir() and checkpoints(folder):
-            return _newest(folder, say)
-    return open_checkpoint(path)
+            return _newest(folder, say, opens)
+    return opens(path)
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

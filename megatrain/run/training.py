@@ -33,7 +33,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from megatrain.checkpoint.folder import Retention
+from megatrain.checkpoint.folder import Retention, open_checkpoint
 from megatrain.checkpoint.load import Checkpoint
 from megatrain.checkpoint.peer_checkpoints import PeerCheckpoint
 from megatrain.config import AdapterSection, Config, TrainSection, save_config
@@ -116,9 +116,27 @@ def run_training(config: Config, console: Console) -> Path:
 
     Raises a `MegaTrainError` if anything is wrong, e.g. `NonFinite` if training diverges.
     """
-    ranks = joined(config)
-    folder, console = config.folder, console if ranks.leads else Console(file=io.StringIO())
-    say = partial(warn, console)
+    ranks, damaged, said = joined(config), dict[Path, str](), set[str]()
+    console = console if ranks.leads else Console(file=io.StringIO())
+
+    def say(line: str) -> None:
+        if line not in said:  # with a checkpoint that proved to be damaged
+            said.add(line)
+            warn(console, line)
+
+    while True:
+        try:
+            return _run_training(config, console, ranks, damaged, say)
+        except resume.DamageFound as error:  # as it was loaded, so nothing has changed yet
+            damaged[error.folder] = error.what
+
+
+def _run_training(
+    config: Config, console: Console, ranks: Ranks, damaged: Mapping[Path, str], say: Callable[[str], None]
+) -> Path:
+    """As `run_training`, without the checkpoints that have proved to be damaged: what is wrong in each."""
+    folder = config.folder
+    opens = open_checkpoint if ranks.world.size > 1 else resume.opens_to_load(damaged)
     with ExitStack() as stack, ranks.watched():  # other ranks learn of an error before cleanup
         refuse_mistakes(config)
         metrics, tasks = load_metrics(config.train.metrics), Tasks(config.lm_eval) if config.lm_eval.tasks else None
@@ -126,7 +144,7 @@ def run_training(config: Config, console: Console) -> Path:
             model = config.model.model_copy(update={"path": model_named(config.model.path)})
             config = config.model_copy(update={"model": model})
         claim = stack.enter_context(Claim())
-        resumed = found_by_first(ranks.world, lambda: _find(config, claim, say))
+        resumed = found_by_first(ranks.world, lambda: _find(config, claim, say, opens))
         if resumed is not None:
             steps = config.train.steps
             if steps is not None and resumed.step >= steps and resume.is_finished(config, resumed):
@@ -156,7 +174,7 @@ def run_training(config: Config, console: Console) -> Path:
                 return _finished(config, resumed, console, ended_early=lowest.is_over)
             steps = resumed.step if lowest.is_over else max(steps, resumed.step)
         ranks.at("loading the model")
-        with loading(console, "loading the model") as progress:
+        with loading(console, "loading the model") as progress, resume.loading_checked(resumed):
             engine = stack.enter_context(_engine(config, split, plan, device, resumed, progress, ranks))
         if ranks.leads:
             claim.make(folder)
@@ -215,6 +233,8 @@ def _leave_model(config: Config, run: _Run, ended: Ended, tell: Callable[..., No
 
 def _finished(config: Config, resumed: Checkpoint, console: Console, *, ended_early: bool = False) -> Path:
     """Say that the run is already finished, and return its model's folder."""
+    with resume.loading_checked(resumed):
+        resumed.verify_rest()
     key, ended = "train.epochs" if config.train.steps is None else "train.steps", ""
     if ended_early:
         key, ended = "train.early_stopping_patience", ", ended by its validation loss"
@@ -224,11 +244,11 @@ def _finished(config: Config, resumed: Checkpoint, console: Console, *, ended_ea
     return config.folder / MODEL
 
 
-def _find(config: Config, claim: Claim, say: Callable[[str], None]) -> Checkpoint | None:
+def _find(config: Config, claim: Claim, say: Callable[[str], None], opens: resume.Opens) -> Checkpoint | None:
     """The checkpoint to resume from, if any; locks the run's folders that exist."""
     claim.take(config.folder)
     claim.take(config.checkpoints)
-    return resume.find(config, say)
+    return resume.find(config, say, opens)
 
 
 @dataclass(frozen=True)

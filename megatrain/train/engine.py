@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.checkpoint.export import ExportOptions
-from megatrain.checkpoint.folder import open_checkpoint
+from megatrain.checkpoint.folder import open_checkpoint, open_to_load
 from megatrain.checkpoint.load import Checkpoint
 from megatrain.checkpoint.save import CheckpointFacts
 from megatrain.device import Device, open_device, timed
@@ -29,6 +29,7 @@ from megatrain.model import (
     FreshSource,
     ModelSource,
     PortedModel,
+    PretrainedSource,
     Progress,
     Source,
     base_of,
@@ -38,6 +39,7 @@ from megatrain.model import (
     speak,
 )
 from megatrain.model.ports import without_adapter
+from megatrain.model.pretrained import look_first
 from megatrain.model.skeleton import on_the_cpu
 from megatrain.optim import Optimizer
 from megatrain.plan import Choice
@@ -54,6 +56,7 @@ from megatrain.train.options import (
     Seed,
     SourceInUnits,
     checked_options,
+    is_alone,
     numerics_of,
     ported_of,
     refuse_other_groups,
@@ -236,14 +239,15 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
     ) -> Engine:
         """An engine that continues where `save` was called: bit-exact, whatever the policy, tiers and device memory.
 
-        checkpoint: a folder `step-...`, which is checked first, one of another trainer, or an open one. Frozen
+        checkpoint: a folder `step-...`, which is checked as it loads, one of another trainer, or an open one. Frozen
         parameters stay frozen; optimizer, numerics and clipping are the checkpoint's unless given; device and policy
         are as for `from_model`. source: the checkpoint as a source, frozen as wanted, if there is one, or another
         trainer's model. new: whether parameters that did not train before are refused, or start with zero moments.
         Raises `DamagedCheckpoint`, `CheckpointError`, and what `from_pretrained` raises.
         """
         options = checked_options(options)
-        opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+        opens = open_to_load if is_alone(options) else open_checkpoint  # or ranks would see damage at different times
+        opened = checkpoint if isinstance(checkpoint, Checkpoint) else opens(checkpoint)
         options = checked_options({**options, **options_in(opened, options)})  # type: ignore[typeddict-item]
         given = source.source if isinstance(source, SourceInUnits) else source
         read = source_in(opened, given, attention=attention, trust_remote_code=trust_remote_code)
@@ -254,9 +258,12 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
             source = SourceInUnits(read, source.ported) if isinstance(source, SourceInUnits) else read
         if "optimizer" not in options:
             options["optimizer"] = optimizer_in(opened)
+        if isinstance(read, PretrainedSource):
+            look_first(read, opened.verify)
         engine = cls.from_source(source, progress=progress, **options)
         try:
             engine.steps = engine.parts.take_up(opened, new)
+            opened.verify_rest()
         except BaseException:
             engine.close()
             raise
@@ -498,6 +505,7 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
         """
         checkpoint = checked(checkpoint, Checkpoint | str | Path, CheckpointError, "restore")
         checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+        checkpoint.verify_rest()
         source = weights_in(checkpoint, self.parts.ported)
         self.saver.wait()
         refuse_other_base(checkpoint, self.parts.store.frozen_checksum)

@@ -313,6 +313,12 @@ def world_of(options: EngineOptions, model: nn.Module, device: Device) -> World:
     return launched_world(device.torch_device.type)
 
 
+def is_alone(options: EngineOptions) -> bool:
+    """Whether there are no other ranks, whatever trains."""
+    given = options.get("world")
+    return find_launch() is None if given is None else given.size == 1
+
+
 def launched_world(device: str, seconds: float | None = None) -> World:
     """The ranks that a launcher has started, for that type of device. seconds: how long to wait for the others.
     Raises as `world_of`."""

@@ -192,9 +192,17 @@ def _moments(
             saved = [tensor.numpy().reshape(-1) for tensor in checkpoint.moments(field.name, arrays)]
             for number in range(len(of[field.name].state)):
                 for start, begin, end in unit.ranges_of(field, store.owned, Part.MOMENTS, number):
-                    zeros = partial(np.zeros, end - begin, np.float32)
-                    read = saved[number][begin:end].copy if saved else zeros
+                    read = partial(np.zeros, end - begin, np.float32)
+                    if saved:
+                        verify = partial(checkpoint.verify_moments, field.name, arrays[number], begin, end)
+                        read = partial(_verified, verify, saved[number][begin:end])
                     yield partial(unit.write, Part.MOMENTS, start, number=number), read
+
+
+def _verified(verify: Callable[[], None], saved: np.ndarray) -> np.ndarray:
+    """A copy of values in a mapped file, which `verify` compares with their checksums."""
+    verify()
+    return saved.copy()
 
 
 def missed_in(checkpoint: Checkpoint, spec: ModelSpec, optimizer: Optimizer) -> dict[str, int]:

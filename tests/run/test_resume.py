@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from megatrain.checkpoint import manifest
 from megatrain.checkpoint.folder import newest_sound, open_checkpoint
 from megatrain.checkpoint.listing import checkpoints, step_of
 from megatrain.checkpoint.load import Checkpoint
@@ -126,9 +127,12 @@ def test_resume_auto_starts_a_new_run(straight: Any, tmp_path: Path) -> None:
     assert losses(tmp_path / "run") == straight[0]
 
 
+@pytest.mark.parametrize("block_nbytes", [manifest.BLOCK_NBYTES, 1 << 12], ids=["opened", "loaded"])
 def test_damaged_checkpoints_are_skipped_with_a_line(
-    straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    block_nbytes: int, straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whether damage is in a first block, which is compared when they are opened, or where the model is loaded."""
+    monkeypatch.setattr(manifest, "BLOCK_NBYTES", block_nbytes)
     with monkeypatch.context() as patched:
         interrupt_at(5, patched)
         train(config_of(tmp_path, checkpoint={"keep_every": 2}))  # which no other save makes it skip
@@ -143,6 +147,22 @@ def test_damaged_checkpoints_are_skipped_with_a_line(
     assert "step-00000004: model.safetensors is damaged" in other
     assert f"goes on after step 2, from {third}" in said.replace("\n", "")
     assert losses(tmp_path / "run") == straight[0]
+    assert equal(weights(tmp_path / "run"), straight[1])
+
+
+def test_a_finished_run_whose_last_checkpoint_is_damaged_goes_on_from_the_one_before(
+    straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest, "BLOCK_NBYTES", 1 << 12)
+    train(config_of(tmp_path))
+    newest, second, *_ = checkpoints(tmp_path / "run" / "checkpoints")
+    path = newest / "optimizer" / "moments.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    said = train(config_of(tmp_path, resume="auto")).replace("\n", "")
+    assert "skipped an invalid checkpoint: step-00000006: optimizer/moments.safetensors is damaged" in said
+    assert f"goes on after step 4, from {second}" in said
     assert equal(weights(tmp_path / "run"), straight[1])
 
 
