@@ -300,9 +300,10 @@ def _has_rules_of_its_file(tokenizer: Tokenizer, name: str) -> bool:
 
 
 def _refuse_other_pieces(tokenizer: Tokenizer, name: str) -> None:
-    """Raise `DataError` if `tokenizer` was loaded from a SentencePiece model and encodes `PROBES` otherwise.
+    """Raise `DataError` if `tokenizer` was loaded from a SentencePiece model and encodes a probe otherwise.
 
-    transformers 5 takes the pieces from such a file, and neither its normalization nor what it puts before a text.
+    transformers 5 takes the pieces from such a file, and neither its normalization nor what it puts before a text. A
+    text with a space in front is let pass: the class of Llama 2 drops that space, and is trained so.
     """
     file = _file_of(name, SENTENCEPIECE_MODEL)
     if file is None or _file_of(name, "tokenizer.json"):
@@ -310,10 +311,10 @@ def _refuse_other_pieces(tokenizer: Tokenizer, name: str) -> None:
     try:
         import sentencepiece
 
-        wanted = sentencepiece.SentencePieceProcessor(model_file=file).encode(list(PROBES))
+        wanted = sentencepiece.SentencePieceProcessor(model_file=file).encode([PROBES[-1]])
     except (ImportError, RuntimeError):  # a file of that name in the format of tiktoken
         return
-    if [ids.tolist() for ids in encode_texts(tokenizer, PROBES)] != wanted:
+    if [ids.tolist() for ids in encode_texts(tokenizer, PROBES[-1:])] != wanted:
         what = f"transformers splits text otherwise than its {SENTENCEPIECE_MODEL}, from which it was loaded"
         raise DataError(what, where=name, fix="add a tokenizer.json that gives the ids of that file")
 
