@@ -64,55 +64,47 @@ def embedding_options(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Embeddi
 # bit is autograd's, except for the sign of a zero to which zero is added.
 #
 # As the gradient, autograd gets a view of the sum itself. Whatever it then does with other terms of the same weight is
-# right, wherever it puts the result (`GradientAccumulator.add`). Not covered: `linear` with a bias, other functions of
+# right, wherever it puts the result (`GradientAccumulator.take`). Not covered: `linear` with a bias, other functions of
 # weights, and later micro-batches and chunks of tokens, whose terms are computed apart and added, as everywhere.
 
 
-class GradientDestination:
-    """Where the gradients of a call's weights are summed. That is known only when the backward pass begins, and `None`
-    until then."""
+def _product(total: GradientAccumulator, name: str, left: Tensor, right: Tensor) -> Tensor:
+    """The gradient `left` @ `right` of a weight; written into its sum if it is the first term."""
+    view = total.view_to_write(name, left.dtype)
+    if view is None or total.has_term(name):
+        return left @ right
+    total.claim(name)
+    return torch.mm(left, right, out=view)
 
-    def __init__(self, accumulator: GradientAccumulator | None = None) -> None:
-        self.accumulator = accumulator
 
-    def matmul(self, name: str, left: Tensor, right: Tensor) -> Tensor:
-        """The gradient `left` @ `right` of a weight; written into its sum if it is the first term."""
-        view = self._view(name, left.dtype)
-        if view is None or self.accumulator is None or self.accumulator.has_term(name):
-            return left @ right
-        self.accumulator.claim(name)
-        return torch.mm(left, right, out=view)
-
-    def embedding(self, name: str, gradient: Tensor, ids: Tensor, count: int, padding: int) -> Tensor:
-        """The gradient of an embedding weight [count, width] whose rows were looked up at `ids` int64[...]; added to
-        its sum in place. `padding` is the id whose row gets no gradient, or -1."""
-        embedding_backward: Any = torch.ops.aten.embedding_dense_backward
-        view = self._view(name, gradient.dtype)
-        if view is None or self.accumulator is None:
-            dense: Tensor = embedding_backward(gradient, ids, count, padding, False)
-            return dense
-        unique, positions = ids.reshape(-1).unique(return_inverse=True)
-        rows = embedding_backward(gradient.reshape(len(positions), -1), positions, len(unique), -1, False)
-        rows[unique == padding] = 0
-        if not self.accumulator.has_term(name):
-            view.zero_()
-        self.accumulator.claim(name)
-        return view.index_add_(0, unique, rows)
-
-    def _view(self, name: str, dtype: torch.dtype) -> Tensor | None:
-        return None if self.accumulator is None else self.accumulator.view_to_write(name, dtype)
+def _rows(total: GradientAccumulator, name: str, gradient: Tensor, ids: Tensor, count: int, padding: int) -> Tensor:
+    """The gradient of an embedding weight [count, width] whose rows were looked up at `ids` int64[...]; added to its
+    sum in place. `padding` is the id whose row gets no gradient, or -1."""
+    embedding_backward: Any = torch.ops.aten.embedding_dense_backward
+    view = total.view_to_write(name, gradient.dtype)
+    if view is None:
+        dense: Tensor = embedding_backward(gradient, ids, count, padding, False)
+        return dense
+    unique, positions = ids.reshape(-1).unique(return_inverse=True)
+    rows = embedding_backward(gradient.reshape(len(positions), -1), positions, len(unique), -1, False)
+    rows[unique == padding] = 0
+    if not total.has_term(name):
+        view.zero_()
+    total.claim(name)
+    return view.index_add_(0, unique, rows)
 
 
 class GradientsInPlace(TorchFunctionMode):
-    """While active, on this thread: `linear` and `embedding` compute the gradients of these weights in `target`.
+    """While active, on this thread: `linear` and `embedding` compute the gradients of these weights in `total`, which
+    begins no sooner than the backward pass.
 
     weights: full names and leaves. Empty ones (an MLP of no width) have no gradient to write.
     """
 
-    def __init__(self, weights: Iterable[tuple[str, Tensor]], target: GradientDestination) -> None:
+    def __init__(self, weights: Iterable[tuple[str, Tensor]], total: GradientAccumulator) -> None:
         super().__init__()
         self._names = {id(leaf): name for name, leaf in weights if leaf.dim() == 2 and leaf.numel()}
-        self._target = target
+        self._total = total
 
     def __exit__(self, *_: object) -> None:
         """Leave the stack of modes as it was before, also after Ctrl-C in the middle of torch's own pop or push."""
@@ -126,14 +118,14 @@ class GradientsInPlace(TorchFunctionMode):
         name = self._names.get(id(args[1])) if func in _REPLACEMENTS and len(args) > 1 else None
         if name is None or not torch.is_grad_enabled() or any(map(is_wrapped, args)):
             return func(*args, **kwargs)
-        return _REPLACEMENTS[func](name, self._target, args, kwargs)
+        return _REPLACEMENTS[func](name, self._total, args, kwargs)
 
 
 class _LinearInPlace(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, name: str, target: GradientDestination) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, name: str, total: GradientAccumulator) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.name, ctx.target = name, target
+        ctx.name, ctx.total = name, total
         # Inside an autograd function torch does not flatten an input that is not contiguous if the weight requires a
         # gradient: it computes one product per sample, which is another op and rounds differently. So flatten it here.
         flat = x.reshape(-1, x.shape[-1])
@@ -144,35 +136,35 @@ class _LinearInPlace(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         flat, rows = gradient.reshape(-1, weight.shape[0]), x.reshape(-1, weight.shape[1])
-        grad_weight = ctx.target.matmul(ctx.name, flat.t(), rows)  # first, as in autograd's own order
+        grad_weight = _product(ctx.total, ctx.name, flat.t(), rows)  # first, as in autograd's own order
         grad_x = (flat @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
         return grad_x, grad_weight, None, None
 
 
-def _linear(name: str, target: GradientDestination, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _linear(name: str, total: GradientAccumulator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if linear_bias(args, kwargs) is not None:
         return functional.linear(*args, **kwargs)
-    return _LinearInPlace.apply(*args[:2], name, target)  # type: ignore[no-untyped-call]
+    return _LinearInPlace.apply(*args[:2], name, total)  # type: ignore[no-untyped-call]
 
 
 class _EmbeddingInPlace(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding: int, name: str, target: GradientDestination) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding: int, name: str, total: GradientAccumulator) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.count, ctx.padding, ctx.name, ctx.target = len(weight), padding, name, target
+        ctx.count, ctx.padding, ctx.name, ctx.total = len(weight), padding, name, total
         return functional.embedding(ids, weight)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
-        return None, ctx.target.embedding(ctx.name, gradient, ids, ctx.count, ctx.padding), None, None, None
+        return None, _rows(ctx.total, ctx.name, gradient, ids, ctx.count, ctx.padding), None, None, None
 
 
-def _embedding(name: str, target: GradientDestination, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _embedding(name: str, total: GradientAccumulator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     options = embedding_options(args, kwargs)
     if options.renormalizes or options.scale_grad_by_freq or options.sparse:
         return functional.embedding(*args, **kwargs)
-    return _EmbeddingInPlace.apply(*args[:2], options.padding, name, target)  # type: ignore[no-untyped-call]
+    return _EmbeddingInPlace.apply(*args[:2], options.padding, name, total)  # type: ignore[no-untyped-call]
 
 
 _REPLACEMENTS: Mapping[Any, Any] = {functional.linear: _linear, functional.embedding: _embedding}

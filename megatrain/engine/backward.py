@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.engine.autograd import GradientDestination
 from megatrain.engine.context import OpContext
 from megatrain.engine.forward import DifferentiableLayerCall, encoded_for, input_of
-from megatrain.engine.gradient_accumulation import accumulate_into
 from megatrain.engine.resumable_call import NO_PAUSES
 from megatrain.engine.step_state import StepState, weights_in
 from megatrain.memory import Lease
@@ -42,12 +40,12 @@ def backward(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
         graph = call.graph(*returned)
         del call, returned  # the output is not needed, and would be held during the backward
     else:
-        graph.bound.flat = context.weights(op, lease, unit)
+        graph.bound.weights = context.weights(op, lease, unit)
         graph.bound.before_read = None if step.phases is NO_PAUSES else step.phases.before_read
     step.phases.before_gradients()
-    if graph.trained:
-        graph.target.accumulator = total = context.accumulator(step, op, lease, unit)
-        accumulate_into(total, graph.trained, None if step.phases is NO_PAUSES else step.phases.gradient_complete)
+    if context.layouts[unit].trained.size:
+        total = context.accumulator(op, lease, unit)
+        total.on_complete = None if step.phases is NO_PAUSES else step.phases.gradient_complete
     side_gradients = activations.side_gradients(op, lease, graph.made) if graph.made else {}
     edges = [graph.output, *(graph.made[number] for number in side_gradients)]
     torch.autograd.backward(edges, [activations.gradients.pop(micro), *side_gradients.values()])
@@ -83,7 +81,7 @@ def _add_nothing(context: OpContext, step: StepState, op: Op, lease: Lease) -> N
     """A micro-batch without images: only what no micro-batch has added to is zero."""
     step.phases.before_gradients()
     if context.layouts[op.unit].trained.size:
-        context.accumulator(step, op, lease, op.unit)
+        context.accumulator(op, lease, op.unit)
         context.finish_complete_gradients(step, op)
 
 
@@ -94,17 +92,15 @@ def _backward_of_first(context: OpContext, step: StepState, op: Op, lease: Lease
     if weights_in(op.reads, unit) is None:  # then only their shapes matter
         leaves = context.placeholder_leaves()
     else:
-        leaves = context.binders[unit].leaves(context.weights(op, lease, unit))
+        leaves = context.leaves(op, lease, unit)
     context.reseed(step, unit, op.micro)
-    trained, target = context.binders[unit].trained(leaves), GradientDestination()
     inputs, answers = context.inputs(step, op.micro)
-    in_place, encoded = context.gradients_in_place(trained, target), encoded_for(context, step, op, lease)
-    with torch.enable_grad(), answers, context.waiting_for_weights(step, op, lease), in_place:
-        hidden, calls = _first(context, unit, leaves, inputs, (answers, in_place), encoded)
+    around, encoded = (answers, leaves.in_place), encoded_for(context, step, op, lease)
+    with torch.enable_grad(), answers, context.waiting_for_weights(step, op, lease), leaves.in_place:
+        hidden, calls = _first(context, unit, leaves.by_name, inputs, around, encoded)
     step.phases.before_gradients()
-    if trained:
-        target.accumulator = total = context.accumulator(step, op, lease, unit)
-        accumulate_into(total, trained)
+    if leaves.trained:
+        context.accumulator(op, lease, unit)
     outputs, made = [(hidden, activations.gradients.pop(op.micro))], sides_of_prologue(context.ported, calls)
     if (number := hidden_sides(context.spec).get(unit)) is not None:
         made[number] = hidden
@@ -112,7 +108,7 @@ def _backward_of_first(context: OpContext, step: StepState, op: Op, lease: Lease
         made |= numbered(context.ported, calls)[1]
     outputs += [(made[number], gradient) for number, gradient in activations.side_gradients(op, lease, made).items()]
     if outputs := [(output, gradient) for output, gradient in outputs if output.requires_grad]:
-        into = [leaf for _, leaf in trained]
+        into = [leaf for _, leaf in leaves.trained]
         into += [feature for feature in encoded if feature.requires_grad]
         torch.autograd.backward([output for output, _ in outputs], [gradient for _, gradient in outputs], inputs=into)
     for tapped, feature in zip(context.spec.tapped, encoded, strict=False):

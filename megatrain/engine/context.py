@@ -13,13 +13,13 @@ from torch import Tensor
 
 from megatrain.device import Device
 from megatrain.dist import World
-from megatrain.engine.autograd import GradientDestination, GradientsInPlace
+from megatrain.engine.autograd import GradientsInPlace
 from megatrain.engine.batch import model_inputs
-from megatrain.engine.gradient_accumulation import GradientAccumulator
+from megatrain.engine.gradient_accumulation import GradientAccumulator, SumMemory
 from megatrain.engine.resumable_call import NO_PAUSES
 from megatrain.engine.step_state import DTYPE_OF_NBYTES, StepState, bytes_of, gradient_in, weights_in
 from megatrain.engine.sync_free_inputs import HostAnswers
-from megatrain.engine.weights import UnitBinder, describe_place
+from megatrain.engine.weights import UnitBinder, UnitLeaves, UnitWeights, describe_place
 from megatrain.memory import Lease, Pool
 from megatrain.model import PortedModel
 from megatrain.schedule import Op, Schedule
@@ -79,58 +79,85 @@ class OpContext:
             UnitBinder(unit, f"{unit.name}." if unit.kind == "layer" and not role.is_first else "")
             for unit, role in zip(self.spec.units, self.roles, strict=True)
         ]
+        self.totals = [GradientAccumulator() for _ in self.spec.units]
+        """Of each unit's gradients."""
         self.computes_between = False
         """Whether the model's loop has computed anything between layers for a text."""
 
     # Weights --------------------------------------------------------------------------------------------------------
 
-    def weights(self, op: Op, lease: Lease, unit: int) -> Tensor:
-        """The flat weights of a unit that the op reads, [elements]. It is `data`, so that for autograd copies into the
-        same memory do not count as changes."""
+    def weights(self, op: Op, lease: Lease, unit: int) -> UnitWeights:
+        """The weights of a unit that the op reads. They are `data`, so that for autograd copies into the same memory do
+        not count as changes."""
         access = weights_in(op.reads, unit)
         assert access is not None
-        return bytes_of(lease, access).view(self.dtype).data
+        views, key = self.pool.views[access.buffer], (access.start, access.stop, unit)
+        if key not in views:
+            views[key] = UnitWeights(bytes_of(lease, access).view(self.dtype).data)
+        weights: UnitWeights = views[key]
+        return weights
 
     def parameters(self, op: Op, lease: Lease, unit: int) -> dict[str, Tensor]:
         """The parameters of a unit, without gradients."""
-        return self.binders[unit].bind(self.weights(op, lease, unit))
+        weights = self.weights(op, lease, unit)
+        if weights.parameters is None:
+            weights.parameters = self.binders[unit].bind(weights.flat)
+        return weights.parameters
+
+    def leaves(self, op: Op, lease: Lease, unit: int) -> UnitLeaves:
+        """The parameters of a unit as leaves."""
+        weights = self.weights(op, lease, unit)
+        if weights.leaves is None:
+            weights.leaves = self._noted(self.binders[unit].leaves(weights.flat), unit)
+        return weights.leaves
+
+    def _noted(self, leaves: dict[str, Tensor], unit: int) -> UnitLeaves:
+        trained = self.binders[unit].trained(leaves)
+        self.totals[unit].take_from(trained)
+        return UnitLeaves(leaves, trained, self.in_place(trained, unit))
+
+    def forget_views(self) -> None:
+        """A step has failed: leaves may have been left with a gradient, and sums without their last terms."""
+        self.pool.views.clear()
+        self.totals = [GradientAccumulator() for _ in self.spec.units]
 
     def waiting_for_weights(self, step: StepState, op: Op, lease: Lease) -> AbstractContextManager[object]:
         """While active, each read of the unit's own weights waits until they have arrived."""
         if step.phases is NO_PAUSES or weights_in(op.reads, op.unit) is None:
             return NOTHING
-        return step.phases.waiting_for(self.weights(op, lease, op.unit))
+        return step.phases.waiting_for(self.weights(op, lease, op.unit).flat)
 
-    def placeholder_leaves(self) -> dict[str, Tensor]:
+    def placeholder_leaves(self) -> UnitLeaves:
         """Leaves without memory in place of the prologue's weights."""
         trains = {param.name: param.trainable for param in self.spec.units[0].params}
-        return {name: self.ported.placeholders[name].detach().requires_grad_(of) for name, of in trains.items()}
+        by_name = {name: self.ported.placeholders[name].detach().requires_grad_(of) for name, of in trains.items()}
+        return self._noted(by_name, 0)
 
     # Gradients ------------------------------------------------------------------------------------------------------
 
-    def gradients_in_place(
-        self, trained: Sequence[tuple[str, Tensor]], target: GradientDestination
-    ) -> AbstractContextManager[object]:
-        """In the block, gradients of weights are computed in `target`, if compute and sums share memory."""
-        return GradientsInPlace(trained, target) if self.policy.shares_memory else NOTHING
+    def in_place(self, trained: Sequence[tuple[str, Tensor]], unit: int) -> AbstractContextManager[object]:
+        """In the block, gradients of a unit's weights are computed in their sums, if compute and sums share memory."""
+        return GradientsInPlace(trained, self.totals[unit]) if self.policy.shares_memory else NOTHING
 
-    def accumulator(self, step: StepState, op: Op, lease: Lease, unit: int) -> GradientAccumulator:
-        """The accumulator for the gradient of a unit, created by the op that writes the first term."""
-        known = step.accumulators.get(unit)
-        if known is None or self.policy.shares_memory:  # then a sum may return from the disk to another buffer
+    def accumulator(self, op: Op, lease: Lease, unit: int) -> GradientAccumulator:
+        """The accumulator for the gradient of a unit, which the op that writes the first term has begin."""
+        total = self.totals[unit]
+        if not total.has_begun or self.policy.shares_memory:  # then a sum may return from the disk to another buffer
             access = gradient_in(op.writes, unit)
-            layout = self.layouts[unit].trained
-            flat = bytes_of(lease, access).view(DTYPE_OF_NBYTES[(access.stop - access.start) // layout.size])
-            if known is None or not known.is_in(flat):
-                step.accumulators[unit] = GradientAccumulator(layout, flat, known)
-        return step.accumulators[unit]
+            views, key = self.pool.views[access.buffer], (access.start, access.stop, unit)
+            if key not in views:
+                layout = self.layouts[unit].trained
+                flat = bytes_of(lease, access).view(DTYPE_OF_NBYTES[(access.stop - access.start) // layout.size])
+                views[key] = SumMemory(layout, flat)
+            total.sum_in(views[key])
+        return total
 
     def finish_complete_gradients(self, step: StepState, op: Op) -> None:
         """Finish the gradients whose last term this op has added."""
         for access in op.writes:
             if type(access.content) is Gradient and access.content.is_whole:
                 unit = access.content.unit
-                step.absent[unit] = step.accumulators.pop(unit).finish()
+                step.absent[unit] = self.totals[unit].finish()
                 assert step.receiver is not None
                 step.receiver.absent(unit, step.absent[unit])
 

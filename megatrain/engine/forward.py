@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatrain.engine.autograd import GradientDestination, graph_without_tensors
+from megatrain.engine.autograd import graph_without_tensors
 from megatrain.engine.batch import TEXT_ENTRIES
 from megatrain.engine.context import NOTHING, OpContext
 from megatrain.engine.resumable_call import NO_PAUSES
@@ -129,7 +129,7 @@ class LayerCall:
             if type(access.content) is Saved:
                 self._keeping = Keeping(access.content.keep, context.spec.hidden_size)
         if self._keeping:
-            weights = context.binders[op.unit].leaves(context.weights(op, lease, op.unit))
+            weights = context.leaves(op, lease, op.unit).by_name
             hidden = hidden.detach().requires_grad_()
         else:
             weights = context.parameters(op, lease, op.unit)
@@ -196,8 +196,7 @@ class DifferentiableLayerCall(LayerCall):
         self._step, self._op = step, op
         self._name = context.spec.units[op.unit].name
         self._bound = bound = BoundWeights(context.weights(op, lease, op.unit))
-        leaves = context.binders[op.unit].leaves(bound.flat)
-        self._trained = context.binders[op.unit].trained(leaves)
+        leaves = context.leaves(op, lease, op.unit)
         self._leaf = hidden.detach().requires_grad_()
         call = self._call(context)
         self._stored = stored = step.activations.stored.pop((op.unit, op.micro), None)
@@ -205,14 +204,13 @@ class DifferentiableLayerCall(LayerCall):
             if stored and isinstance(access.content, Saved) and access.content.offloaded:
                 stored.unpack(bytes_of(lease, access).data)
         self._values = side_values_of(context, step, op, lease, call, leaves=True)
-        self._target = GradientDestination()
-        self.run = self._ran_with(context, leaves, self._leaf, call, self._values)
+        self.run = self._ran_with(context, leaves.by_name, self._leaf, call, self._values)
         self._contexts = [
             torch.enable_grad(),
             NOTHING if _weights_stay(step, op) else save_weights_by_name(bound, watched=step.phases is not NO_PAUSES),
             Answering(stored) if stored else NOTHING,
             context.waiting_for_weights(step, op, lease),
-            context.gradients_in_place(self._trained, self._target),
+            leaves.in_place,
             step.activations.answers[op.micro] if context.roles[op.unit].in_encoder else NOTHING,
         ]
 
@@ -227,7 +225,7 @@ class DifferentiableLayerCall(LayerCall):
         if side_values or self._values:
             made = {number: get_gradient_edge(side) for number, side in side_values.items() if side.requires_grad}
             given = {number: value for number, value in self._values.items() if value.requires_grad}
-        return KeptGraph(self._bound, self._trained, self._leaf, get_gradient_edge(output), made, given, self._target)
+        return KeptGraph(self._bound, self._leaf, get_gradient_edge(output), made, given)
 
 
 def _weights_stay(step: StepState, op: Op) -> bool:
@@ -256,8 +254,8 @@ def _prologue(context: OpContext, step: StepState, op: Op, lease: Lease) -> tupl
             context.computes_between = True
             context.reseed(step, op.unit, op.micro)
         with graph_without_tensors():
-            leaves = context.binders[0].leaves(context.weights(op, lease, 0))
-            hidden, calls = context.ported.prologue(leaves, inputs, encoded=encoded)
+            leaves = context.leaves(op, lease, 0)
+            hidden, calls = context.ported.prologue(leaves.by_name, inputs, encoded=encoded)
     calls, needing = numbered(context.ported, calls)
     if needing and text and context.spec.units[0].looks_up:
         what = "its layers need a gradient other than through the hidden state for some texts only"

@@ -2,7 +2,8 @@
 
 A `GradientAccumulator` fills the flat buffer in which a unit's gradient is summed over micro-batches and token chunks.
 Parameters without a gradient and the gaps between parameters are explicit zeros, so offsets never shift and a norm over
-the whole buffer is right. Their receiver learns which parameters these are, since they are not updated.
+the whole buffer is right. Their receiver learns which parameters these are, since they are not updated. A unit has one
+accumulator for all steps, since the hooks of its leaves, which stay as long as its slot does, refer to it.
 """
 
 from __future__ import annotations
@@ -92,28 +93,49 @@ def for_parameters(names: Sequence[str]) -> str:
     return f" for {names[0]}{more}" if names else ""
 
 
-class GradientAccumulator:
-    """Sums the gradient of a unit's trained parameters in `flat` [layout.size], whose layout is the trained one.
+class SumMemory:
+    """The flat buffer [layout.size] in which the gradient of a unit is summed, and each parameter's view of it."""
 
-    previous: an accumulator whose sum so far has been copied to `flat`.
-    """
-
-    def __init__(self, layout: Layout, flat: Tensor, previous: GradientAccumulator | None = None) -> None:
-        self._address = flat.data_ptr()
+    def __init__(self, layout: Layout, flat: Tensor) -> None:
         base = flat.storage_offset()
-        self._views = {
+        self.views = {
             field.name: flat.as_strided(field.shape, contiguous_strides(field.shape), base + field.start)
             for field in layout.fields
         }
-        self._started: set[str] = set(previous._started) if previous else set()
+        self.gaps = [flat[start:stop] for start, stop in layout.gaps]
+
+
+OnComplete = Callable[[str], None]
+"""Called with a parameter's name when its gradient from one backward pass has been added."""
+
+
+class GradientAccumulator:
+    """Sums the gradients of a unit's trained parameters, in step after step."""
+
+    def __init__(self) -> None:
+        self._memory: SumMemory | None = None
+        self._views: Mapping[str, Tensor] = {}
+        self._started: dict[str, bool] = {}
         """Parameters with at least one term."""
         self._claimed: set[str] = set()
-        """Parameters whose view the running backward pass has written to; autograd will pass that view to `add`."""
-        for start, stop in layout.gaps:
-            flat[start:stop].zero_()
+        """Parameters whose view the running backward pass has written to; autograd will pass that view to `take`."""
+        self.on_complete: OnComplete | None = None
 
-    def add(self, name: str, gradient: Tensor) -> None:
-        """Add a term to the gradient of parameter `name`. For a claimed parameter, `gradient` is the sum so far."""
+    def sum_in(self, memory: SumMemory) -> None:
+        """Sum here from now on. If terms have been added elsewhere, their sum has been copied here."""
+        if memory is not self._memory:
+            self._memory, self._views = memory, memory.views
+            for gap in memory.gaps:
+                gap.zero_()
+
+    def take(self, name: str, leaf: Tensor) -> None:
+        """Add a leaf's gradient to that of parameter `name`, and free it. For a claimed parameter it is the sum so far.
+
+        A hook, which autograd calls with grad mode off.
+        """
+        gradient = leaf.grad
+        if gradient is None:  # in a part that runs in chunks, a chunk may not use it
+            return
         view = self._views[name]
         if name in self._claimed:
             self._claimed.discard(name)
@@ -123,21 +145,32 @@ class GradientAccumulator:
             view.add_(gradient)
         else:
             view.copy_(gradient)
-        self._started.add(name)
+        self._started[name] = True
+        leaf.grad = None
+        if self.on_complete is not None:
+            self.on_complete(name)
 
-    def is_in(self, flat: Tensor) -> bool:
-        """Whether the sum is in this buffer."""
-        return self._address == flat.data_ptr()
+    def take_from(self, leaves: Iterable[tuple[str, Tensor]]) -> None:
+        """Register hooks that take each leaf's gradient as soon as autograd has it."""
+        for name, leaf in leaves:
+            leaf.register_post_accumulate_grad_hook(partial(self.take, name))
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a sum, or a place for one."""
+        return self._memory is not None
 
     def view_to_write(self, name: str, dtype: torch.dtype) -> Tensor | None:
         """A new view of a parameter's sum, which the caller may write a term to or add one to if it claims the
-        parameter, and may return to autograd as a gradient. `None` for a dtype other than the sum's, or if the
-        parameter is claimed already."""
-        view = self._views[name]
-        return view.view_as(view) if name not in self._claimed and view.dtype == dtype else None
+        parameter, and may return to autograd as a gradient. `None` before there is a sum, for a dtype other than the
+        sum's, or if the parameter is claimed already."""
+        view = self._views.get(name)
+        if view is None or view.dtype != dtype or name in self._claimed:
+            return None
+        return view.view_as(view)
 
     def claim(self, name: str) -> None:
-        """The next gradient added under this name will be the sum itself, new term included."""
+        """The next gradient taken under this name will be the sum itself, new term included."""
         self._claimed.add(name)
 
     def has_term(self, name: str) -> bool:
@@ -149,25 +182,5 @@ class GradientAccumulator:
         absent = [name for name in self._views if name not in self._started]
         for name in absent:
             self._views[name].zero_()
+        self._memory, self._views, self._started = None, {}, {}
         return absent
-
-
-OnComplete = Callable[[str], None]
-"""Called with a parameter's name when its gradient from one backward pass has been added."""
-
-
-def accumulate_into(
-    total: GradientAccumulator, leaves: Iterable[tuple[str, Tensor]], on_complete: OnComplete | None = None
-) -> None:
-    """Register hooks that add each leaf's gradient to `total` as soon as autograd has it, and free it."""
-    for name, leaf in leaves:
-        leaf.register_post_accumulate_grad_hook(partial(_add_and_free, name, total, on_complete))
-
-
-def _add_and_free(name: str, total: GradientAccumulator, on_complete: OnComplete | None, leaf: Tensor) -> None:
-    if leaf.grad is None:  # in a part that runs in chunks, a chunk may not use it
-        return
-    total.add(name, leaf.grad)  # autograd calls hooks with grad mode off
-    leaf.grad = None
-    if on_complete is not None:
-        on_complete(name)

@@ -8,12 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatrain.engine.autograd import GradientDestination
 from megatrain.engine.batch import targets_of
 from megatrain.engine.chunked_loss import ChunkedHead, MicroBatchLoss, differentiate, measure
 from megatrain.engine.context import OpContext
 from megatrain.engine.forward import input_of
-from megatrain.engine.gradient_accumulation import accumulate_into
 from megatrain.engine.step_state import StepState
 from megatrain.errors import ModelError
 from megatrain.memory import Lease
@@ -38,15 +36,12 @@ def loss(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
     in_place: list[AbstractContextManager[object]] = []
     borrowed = context.spec.units[unit].borrows
     for owner in _head_owners(context):
-        binder = context.binders[owner]
-        bound = binder.leaves(context.weights(op, lease, owner))
-        used = [(name, leaf) for name, leaf in binder.trained(bound) if owner == unit or name in borrowed]
+        bound = context.leaves(op, lease, owner)
         if context.layouts[owner].trained.size:
-            total = context.accumulator(step, op, lease, owner)
-            accumulate_into(total, used)
-            in_place.append(context.gradients_in_place(used, GradientDestination(total)))
-        trained += [leaf for _, leaf in used]
-        leaves |= bound
+            context.accumulator(op, lease, owner)
+            in_place.append(bound.in_place)
+        trained += [leaf for name, leaf in bound.trained if owner == unit or name in borrowed]
+        leaves |= bound.by_name
     chunked = _chunked_head(context, step, op, leaves, trained, flat)
     with context.waiting_for_weights(step, op, lease), ExitStack() as around:
         for each in in_place:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.engine.weights import BoundWeights
+from megatrain.engine.weights import BoundWeights, UnitWeights
 from megatrain.errors import ScheduleError
 from megatrain.memory import Lease
 from megatrain.model import Uses
@@ -162,7 +162,7 @@ class ResumableCall(PausePoints):
             self._paused.put(None)
 
     def waiting_for(self, flat: Tensor) -> AbstractContextManager[object]:
-        return _ReadWatcher(self, BoundWeights(flat))
+        return _ReadWatcher(self, BoundWeights(UnitWeights(flat)))
 
     def has_arrived(self, start: int, stop: int, phase: int | None = None) -> bool:
         """Whether elements [start, stop) of the weights may be read in a phase, by default in the current one."""

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from megatrain.engine.autograd import GradientDestination
 from megatrain.engine.batch import MicroBatch
 from megatrain.engine.chunked_loss import LossFn
-from megatrain.engine.gradient_accumulation import GradientAccumulator, GradientReceiver
+from megatrain.engine.gradient_accumulation import GradientReceiver
 from megatrain.engine.resumable_call import NO_PAUSES, PausePoints
 from megatrain.engine.weights import BoundWeights
 from megatrain.errors import MegaTrainError, ModelError
@@ -37,8 +36,6 @@ class KeptGraph:
     """A layer's autograd graph, from its input leaf to its output, which itself is not kept."""
 
     bound: BoundWeights
-    trained: list[tuple[str, Tensor]]
-    """Full name and leaf of each trained parameter."""
     input: Tensor
     output: GradientEdge
     """Of the hidden state."""
@@ -46,8 +43,6 @@ class KeptGraph:
     """Of side values that the layer has made, by number."""
     given: dict[int, Tensor]
     """Side values that it was given, as leaves."""
-    target: GradientDestination
-    """Where gradients of the weights are summed; set when the backward pass begins."""
 
 
 @dataclass(slots=True)
@@ -237,8 +232,6 @@ class StepState:
     router_losses: dict[int, Tensor] = field(default_factory=dict)
     """Micro-batch -> its router auxiliary loss without the coefficient, float64 scalar on the host."""
     activations: Activations = field(default_factory=Activations)
-    accumulators: dict[int, GradientAccumulator] = field(default_factory=dict)
-    """Unit -> its gradient so far."""
     absent: dict[int, list[str]] = field(default_factory=dict)
     """Unit -> trained parameters without a gradient, once its sum is complete."""
     logits_to_keep: int = 1

@@ -162,8 +162,12 @@ class Streamer:
             actions[place] = call.run_phase
         exact = context.device.exact_float32() if context.numerics.precision == "fp32" else nullcontext()
         cancelled = cancelled_on_exit(calls)
-        with exact, context.device.preserved_random_state(), self.region(), cancelled, modes():
-            yield partial(self.executor.run, schedule, actions, step.activations.release)
+        try:
+            with exact, context.device.preserved_random_state(), self.region(), cancelled, modes():
+                yield partial(self.executor.run, schedule, actions, step.activations.release)
+        except BaseException:
+            context.forget_views()
+            raise
         context.pool.unsaved.slots_are_home()
 
     def result(self, step: StepState) -> StepResult:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
@@ -24,14 +24,46 @@ BeforeRead = Callable[[int, int], None]
 """Called with the elements [start, stop) of a unit's weights that are about to be read."""
 
 
+_Place = tuple[int, torch.Size, tuple[int, ...]]
+"""A view of a unit's weights: its offset in elements from the start of the unit, its shape and its strides."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitLeaves:
+    """A unit's parameters in one buffer as autograd leaves, whose gradients the unit's accumulator takes."""
+
+    by_name: dict[str, Tensor]
+    trained: list[tuple[str, Tensor]]
+    """Full name and leaf of each trained parameter."""
+    in_place: AbstractContextManager[object]
+    """In the block, gradients of weights are computed in their sums, if compute and sums share memory."""
+
+
 @dataclass(slots=True)
-class BoundWeights:
-    """A unit's weights in one flat buffer. `flat` may be replaced, when the unit has been fetched to another slot."""
+class UnitWeights:
+    """A unit's weights in one buffer, and views of them, which serve every call that finds the unit there."""
 
     flat: Tensor
     """Elements of the compute dtype, [layout.size]."""
+    parameters: dict[str, Tensor] | None = None
+    """Views without gradients, by name."""
+    leaves: UnitLeaves | None = None
+    saved: dict[_Place, Tensor] = field(default_factory=dict)
+    """Views that autograd has saved by their place."""
+
+
+@dataclass(slots=True)
+class BoundWeights:
+    """The weights of a call. They are replaced when the unit has been fetched to another slot."""
+
+    weights: UnitWeights
     before_read: BeforeRead | None = None
     """Called before autograd reads a saved weight."""
+
+    @property
+    def flat(self) -> Tensor:
+        """Elements of the compute dtype, [layout.size]."""
+        return self.weights.flat
 
     def extent(self, tensor: Tensor) -> tuple[int, int] | None:
         """The elements [start, stop) that a tensor spans; all for a view in another dtype, `None` for a tensor that is
@@ -91,23 +123,20 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-_Place = tuple[int, torch.Size, tuple[int, ...]]
-"""A view of a unit's weights: its offset in elements from the start of the unit, its shape and its strides."""
-
-
 def save_weights_by_name(bound: BoundWeights, *, watched: bool = False) -> AbstractContextManager[object]:
-    """While active, autograd saves views of `bound.flat` by their place there, not as tensors.
+    """While active, autograd saves views of the bound weights by their place there, not as tensors.
 
     watched: whether a function mode looks out for reads of weights. Saving reads no element, but an `autograd.Function`
     in Python saves where modes see it.
     """
-    begin, end, dtype = bound.flat.data_ptr(), bound.flat.data_ptr() + bound.flat.nbytes, bound.flat.dtype
+    flat = bound.weights.flat
+    begin, nbytes, dtype, itemsize = flat.data_ptr(), flat.nbytes, flat.dtype, flat.itemsize
 
     def pack(tensor: Tensor) -> Tensor | _Place:
-        address = tensor.data_ptr()
-        if not begin <= address < end or tensor.dtype != dtype:
-            return tensor.detach()  # otherwise a node that saves its own output would keep itself alive
-        return (address - begin) // tensor.itemsize, tensor.shape, tensor.stride()
+        offset = tensor.data_ptr() - begin
+        if not 0 <= offset < nbytes or tensor.dtype != dtype:
+            return tensor.data  # not the tensor: a node that saves its own output would keep itself alive
+        return offset // itemsize, tensor.shape, tensor.stride()
 
     def pack_unseen(tensor: Tensor) -> Tensor | _Place:
         with torch._C.DisableTorchFunction():
@@ -116,11 +145,16 @@ def save_weights_by_name(bound: BoundWeights, *, watched: bool = False) -> Abstr
     def unpack(saved: Tensor | _Place) -> Tensor:
         if type(saved) is not tuple:
             return saved  # type: ignore[return-value]
-        offset, shape, strides = saved
-        place = torch.as_strided(bound.flat, shape, strides, bound.flat.storage_offset() + offset)
-        if bound.before_read is not None and (extent := bound.extent(place)) is not None:
+        weights = bound.weights
+        try:
+            view = weights.saved[saved]
+        except KeyError:
+            offset, shape, strides = saved
+            view = torch.as_strided(weights.flat, shape, strides, weights.flat.storage_offset() + offset)
+            weights.saved[saved] = view
+        if bound.before_read is not None and (extent := bound.extent(view)) is not None:
             bound.before_read(*extent)
-        return place
+        return view
 
     hooks: Callable[..., AbstractContextManager[object]] = torch.autograd.graph.saved_tensors_hooks
     return hooks(pack_unseen if watched else pack, unpack)

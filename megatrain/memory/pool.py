@@ -12,7 +12,8 @@ has been copied home.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -58,6 +59,8 @@ class Pool:
         self._shared = SharedMemory({}, device) if shared is None else shared
         self.files = files
         self._memory: dict[str, Tensor] = {}
+        self.views = defaultdict[str, dict[Hashable, Any]](dict)
+        """What ops have made of a buffer's memory, by its name, for as long as it has that memory."""
         self._of_peers: dict[str, Tensor] = {}
         """Other ranks' memory, which is not the device's to lease."""
         self.buffers: dict[str, Buffer] = {}
@@ -143,6 +146,7 @@ class Pool:
         """
         with self._lock:
             if self.device.host.discard(self._memory[name]):
+                self.views.pop(name, None)
                 self.device.host.free(self._memory.pop(name), self.buffers[name].use)
                 self._absent.add(name)
 
@@ -193,6 +197,7 @@ class Pool:
         buffer = self.buffers.pop(name, None)
         if buffer is None:
             return
+        self.views.pop(name, None)
         if buffer.tier == "disk":
             self.unsaved.forget(name)
             self.disk.forget(name)
@@ -208,6 +213,7 @@ class Pool:
     def rename(self, buffer: Buffer, after: Buffer) -> None:
         """Give a buffer in host memory the name and purpose of another of its size."""
         self.ledger.strike(buffer.name)
+        self.views.pop(buffer.name, None)
         del self.buffers[buffer.name]
         self._memory[after.name], self.buffers[after.name] = self._memory.pop(buffer.name), after
         self.ledger.enter(after)

@@ -15,9 +15,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain import Engine, Policy
-from megatrain.engine.autograd import GradientDestination, GradientsInPlace
+from megatrain.engine.autograd import GradientsInPlace
 from megatrain.engine.context import OpContext
-from megatrain.engine.gradient_accumulation import GradientAccumulator, accumulate_into
+from megatrain.engine.gradient_accumulation import GradientAccumulator, SumMemory
 from megatrain.spec import Numerics, ParamSpec, UnitSpec
 from megatrain.spec.layout import layout_of
 from tests.tiny import tiny_model, unequal_batches
@@ -52,12 +52,14 @@ def total_of(uses: list[Use], dtype: torch.dtype, in_place: bool) -> Tensor:
     torch.manual_seed(0)
     layout = layout_of(UNIT).trained
     flat = torch.full((layout.size,), float("nan"), dtype=dtype)
-    total, weight = GradientAccumulator(layout, flat), torch.randn(ROWS, WIDTH)
+    memory = SumMemory(layout, flat)
+    total, weight = GradientAccumulator(), torch.randn(ROWS, WIDTH)
     for use in uses:
         leaf, x = weight.clone().requires_grad_(), torch.randn(2, 7, WIDTH, requires_grad=True)
-        accumulate_into(total, [("w", leaf)])
-        with GradientsInPlace([("w", leaf)], GradientDestination(total)) if in_place else nullcontext():
+        total.take_from([("w", leaf)])
+        with GradientsInPlace([("w", leaf)], total) if in_place else nullcontext():
             loss = use(x, leaf)
+        total.sum_in(memory)
         loss.backward()
         assert leaf.grad is None
     total.finish()
@@ -80,13 +82,12 @@ class Ops(TorchDispatchMode):
 def test_noncontiguous_rows_use_the_library_matmul() -> None:
     """As in Jamba after its convolution. One product per sample would have other bits, and no policy would keep its
     output."""
-    layout = layout_of(UNIT).trained
     leaf = torch.randn(ROWS * WIDTH + 8)[8:].view(ROWS, WIDTH).requires_grad_()  # a view of its unit, as all weights
     x = torch.randn(2, WIDTH + 3, 7, requires_grad=True)[:, :WIDTH].transpose(1, 2)
     found = []
     for in_place in (
         nullcontext(),
-        GradientsInPlace([("w", leaf)], GradientDestination(GradientAccumulator(layout, torch.zeros(layout.size)))),
+        GradientsInPlace([("w", leaf)], GradientAccumulator()),
     ):
         with Ops() as ops, in_place:
             functional.linear(x, leaf)
@@ -109,12 +110,12 @@ def test_autograd_accumulates_in_place_with_the_same_bits(
 ) -> None:
     numerics, policy = Numerics(precision, loss_chunk_tokens=8), Policy(shares_memory=True)  # type: ignore[arg-type]
     same_memory: list[bool] = []
-    add = GradientAccumulator.add
+    take = GradientAccumulator.take
 
-    def watched(self: GradientAccumulator, name: str, gradient: Tensor) -> None:
-        if name in self._claimed:
-            same_memory.append(gradient.data_ptr() == self._views[name].data_ptr())
-        add(self, name, gradient)
+    def watched(self: GradientAccumulator, name: str, leaf: Tensor) -> None:
+        if leaf.grad is not None and name in self._claimed:
+            same_memory.append(leaf.grad.data_ptr() == self._views[name].data_ptr())
+        take(self, name, leaf)
 
     def gradients() -> dict[str, Tensor]:
         torch.manual_seed(0)
@@ -122,11 +123,11 @@ def test_autograd_accumulates_in_place_with_the_same_bits(
         with Engine.from_model(model, "cpu", numerics=numerics, policy=policy, verify=False) as engine:
             return engine.gradients(unequal_batches()[:1])
 
-    monkeypatch.setattr(GradientAccumulator, "add", watched)
+    monkeypatch.setattr(GradientAccumulator, "take", watched)
     found = gradients()
     assert same_memory
     assert all(same_memory)
-    monkeypatch.setattr(OpContext, "gradients_in_place", lambda self, trained, target: nullcontext())
+    monkeypatch.setattr(OpContext, "in_place", lambda self, trained, unit: nullcontext())
     expected = gradients()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 

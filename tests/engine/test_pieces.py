@@ -17,8 +17,8 @@ from megatrain.engine.chunked_loss import (
     cross_entropy_loss,
     cross_entropy_loss_and_gradient,
 )
-from megatrain.engine.gradient_accumulation import GradientAccumulator
-from megatrain.engine.weights import BoundWeights, UnitBinder, save_weights_by_name
+from megatrain.engine.gradient_accumulation import GradientAccumulator, SumMemory
+from megatrain.engine.weights import BoundWeights, UnitBinder, UnitWeights, save_weights_by_name
 from megatrain.memory import Ledger, Pool
 from megatrain.schedule import build_step
 from megatrain.spec import ModelSpec, Numerics, ParamSpec, Policy, UnitSpec, Work
@@ -121,12 +121,13 @@ def test_a_kept_graph_survives_its_slot_being_poisoned_bit_for_bit() -> None:
     run(plain, expected_in).sum().backward()
 
     slot, bound_at = placement.clone(), placement.clone()
-    bound = BoundWeights(slot)
+    bound = BoundWeights(UnitWeights(slot))
     leaves, x = binder.leaves(slot), start.clone().requires_grad_()
     with save_weights_by_name(bound):
         output = run(leaves, x)
     slot.fill_(float("nan"))
-    bound.flat = torch.cat([torch.full((32,), float("nan")), bound_at])[32:]  # another slot, at another offset
+    other_slot = torch.cat([torch.full((32,), float("nan")), bound_at])[32:]  # at another offset
+    bound.weights = UnitWeights(other_slot)
     torch.autograd.backward([output], [torch.ones_like(output)], inputs=[x, *leaves.values()])
     assert torch.equal(x.grad, expected_in.grad)  # type: ignore[arg-type]
     for name, leaf in plain.items():
@@ -135,9 +136,12 @@ def test_a_kept_graph_survives_its_slot_being_poisoned_bit_for_bit() -> None:
 
 def test_gradient_sums_reset_and_zero_untouched_ranges() -> None:
     flat = torch.full((LAYOUT.size,), float("nan"))
-    total = GradientAccumulator(LAYOUT, flat)
-    total.add("l.a", torch.ones(6, 5))
-    total.add("l.a", torch.ones(6, 5, dtype=torch.bfloat16))
+    total = GradientAccumulator()
+    total.sum_in(SumMemory(LAYOUT, flat))
+    for dtype in (torch.float32, torch.bfloat16):
+        leaf = torch.zeros(6, 5, dtype=dtype, requires_grad=True)
+        leaf.grad = torch.ones(6, 5, dtype=dtype)
+        total.take("l.a", leaf)
     total.finish()
     fields = LAYOUT.by_name
     assert torch.equal(flat[fields["l.a"].start : fields["l.a"].stop], torch.full((30,), 2.0))

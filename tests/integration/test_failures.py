@@ -207,12 +207,15 @@ def test_nonfinite_gradients_are_not_applied_and_training_continues(
     with Engine.from_model(tiny_model(), device, "fp32", AdamW(lr=0.1)) as engine:
         engine.step(unequal_batches())
         before = engine.master_weights()
-        add = sums.GradientAccumulator.add
+        finish = sums.GradientAccumulator.finish
 
-        def poisoned(self: sums.GradientAccumulator, name: str, gradient: Tensor) -> None:
-            add(self, name, gradient * float("inf") if name.endswith("layers.1.mlp.up_proj.weight") else gradient)
+        def poisoned(self: sums.GradientAccumulator) -> list[str]:
+            for name, view in self._views.items():
+                if name.endswith("layers.1.mlp.up_proj.weight"):
+                    view *= float("inf")
+            return finish(self)
 
-        monkeypatch.setattr(sums.GradientAccumulator, "add", poisoned)
+        monkeypatch.setattr(sums.GradientAccumulator, "finish", poisoned)
         named = r"model.layers.1: the gradient is not finite for model.layers.1.mlp.up_proj.weight; nothing was updated"
         with pytest.raises(NonFinite, match=named):
             engine.step(unequal_batches())
@@ -230,12 +233,15 @@ def test_nonfinite_gradients_are_not_applied_and_training_continues(
 def test_without_clipping_the_error_lists_units_already_updated(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatrain.engine import gradient_accumulation as sums
 
-    add = sums.GradientAccumulator.add
+    finish = sums.GradientAccumulator.finish
 
-    def poisoned(self: sums.GradientAccumulator, name: str, gradient: Tensor) -> None:
-        add(self, name, gradient * float("nan") if "embed" in name else gradient)
+    def poisoned(self: sums.GradientAccumulator) -> list[str]:
+        for name, view in self._views.items():
+            if "embed" in name:
+                view *= float("nan")
+        return finish(self)
 
-    monkeypatch.setattr(sums.GradientAccumulator, "add", poisoned)
+    monkeypatch.setattr(sums.GradientAccumulator, "finish", poisoned)
     engine = Engine.from_model(tiny_model(), device, "fp32", max_grad_norm=None)
     with engine, pytest.raises(NonFinite, match=r"already updated: .*epilogue.*set max_grad_norm"):
         engine.step(unequal_batches())

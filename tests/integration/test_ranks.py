@@ -535,11 +535,13 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_named_by_its_parameter_on_
     poisoned: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever owns it."""
-    model, batches, add = tiny_model("llama"), batches_of(3), GradientAccumulator.add
+    model, batches, finish = tiny_model("llama"), batches_of(3), GradientAccumulator.finish
 
-    def spoilt(self: GradientAccumulator, name: str, gradient: Tensor) -> None:
-        here = threading.current_thread().name == "rank 1" and name.endswith(f"layers.1.{poisoned}.weight")
-        add(self, name, gradient * math.inf if here else gradient)
+    def spoilt(self: GradientAccumulator) -> list[str]:
+        for name, view in self._views.items():
+            if threading.current_thread().name == "rank 1" and name.endswith(f"layers.1.{poisoned}.weight"):
+                view *= math.inf
+        return finish(self)
 
     def work(world: World) -> str:
         with MAKING:
@@ -548,7 +550,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_named_by_its_parameter_on_
             engine.step(batches[world.rank :: world.size])
         return str(caught.value)
 
-    monkeypatch.setattr(GradientAccumulator, "add", spoilt)
+    monkeypatch.setattr(GradientAccumulator, "finish", spoilt)
     (line,) = set(together(worlds(3), work))
     said = f"model.layers.1: the gradient of rank 1 is not finite for model.layers.1.{poisoned}.weight; nothing was"
     assert line.startswith(said)

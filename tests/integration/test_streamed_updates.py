@@ -300,16 +300,19 @@ def test_a_piece_with_a_failed_copy_back_is_copied_before_any_read(tmp_path: Pat
 def test_a_gradient_that_is_not_finite_is_not_applied(update: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatrain.engine import gradient_accumulation as sums
 
-    add = sums.GradientAccumulator.add
+    finish = sums.GradientAccumulator.finish
 
-    def poisoned(self: sums.GradientAccumulator, name: str, gradient: Tensor) -> None:
-        add(self, name, gradient * float("inf") if name.endswith("layers.0.mlp.up_proj.weight") else gradient)
+    def poisoned(self: sums.GradientAccumulator) -> list[str]:
+        for name, view in self._views.items():
+            if name.endswith("layers.0.mlp.up_proj.weight"):
+                view *= float("inf")
+        return finish(self)
 
     with made("sim:3", failing(update)) as engine:
         engine.step(unequal_batches())
         engine.weights.flush()
         before = {name: each for name, each in engine.master_weights().items() if "layers.0." in name}
-        monkeypatch.setattr(sums.GradientAccumulator, "add", poisoned)
+        monkeypatch.setattr(sums.GradientAccumulator, "finish", poisoned)
         with pytest.raises(NonFinite, match=r"model.layers.0: the gradient is not finite") as caught:
             engine.step(unequal_batches())
         monkeypatch.undo()
