@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps, MergeModulelist, WeightConverter
@@ -73,10 +74,18 @@ def quantizer_of(config: PreTrainedConfig, *, where: str) -> Quantizer | None:
     if fields is None:
         return None
     kind = _KINDS.get(str(fields.get("quant_method")))
+    if kind is not None and not kind.serialized_names:
+        what = f"transformers {transformers.__version__} does not tell which tensors of a quantized checkpoint make one"
+        raise ModelError(what, where=where, fix="install a later transformers")
     why = f"its method is {fields.get('quant_method')}" if kind is None else kind.refusal(fields)
     if kind is None or why:
         raise ModelError(f"a quantized checkpoint that cannot be dequantized ({why})", where=where, fix=FIX)
     return kind(fields)
+
+
+def _names_of(quantizer: type[HfQuantizer]) -> dict[str, list[str]]:
+    """Weight -> names of its tensors in the files; nothing by an early transformers 5."""
+    return getattr(quantizer, "serialized_names", {})
 
 
 class Quantizer(HfQuantizer):
@@ -191,7 +200,7 @@ class _Dequantize(ConversionOps):
 class _Mxfp4(Quantizer):
     """Experts of 4-bit floats [n, out, groups, 16 bytes], each group of 32 with an exponent; loaded as [n, in, out]."""
 
-    serialized_names = Mxfp4HfQuantizer.serialized_names
+    serialized_names = _names_of(Mxfp4HfQuantizer)
 
     def value(self, parts: Parts, *, is_expert: bool) -> Tensor:
         """See `Quantizer`."""
@@ -213,7 +222,7 @@ class _Mxfp4(Quantizer):
 class _Fp8(Quantizer, FineGrainedFP8HfQuantizer):
     """Matrices of 8-bit floats, or 4-bit ones two to a byte, with a scale for each block, or one for all."""
 
-    serialized_names = FineGrainedFP8HfQuantizer.serialized_names
+    serialized_names = _names_of(FineGrainedFP8HfQuantizer)
 
     def value(self, parts: Parts, *, is_expert: bool) -> Tensor:
         """See `Quantizer`."""
@@ -231,7 +240,7 @@ class _CompressedTensors(Quantizer):
     """Integers packed into int32, or integers or 8-bit floats as they are, with scales by tensor, row, group or
     block, and with zero points or without."""
 
-    serialized_names = CompressedTensorsHfQuantizer.serialized_names
+    serialized_names = _names_of(CompressedTensorsHfQuantizer)
     formats = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
 
     @classmethod

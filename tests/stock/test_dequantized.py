@@ -25,12 +25,13 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from transformers.quantizers.base import HfQuantizer
 
 from megatrain import Engine
 from megatrain.config.keys import ModelSection
 from megatrain.errors import ModelError
 from megatrain.hf import streamed
-from megatrain.model import PretrainedSource, carried_by, pretrained
+from megatrain.model import PretrainedSource, carried_by, dequantize, pretrained
 from megatrain.model.architecture import read_config
 from megatrain.model.carried import WAS_QUANTIZED
 from megatrain.model.skeleton import blueprint
@@ -425,6 +426,13 @@ OTHERS: list[tuple[Mapping[str, Any], str]] = [
 def test_other_formats_are_refused_from_the_config(quantization: Mapping[str, Any], says: str) -> None:
     with pytest.raises(ModelError, match=f"a quantized checkpoint that cannot be dequantized .*{says}"):
         blueprint(read_config({**FAMILIES["llama"], "quantization_config": dict(quantization)}, where="x"))
+
+
+def test_a_library_that_does_not_tell_the_names_is_refused_not_failed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers 5.17 is."""
+    monkeypatch.setattr(dequantize._KINDS["mxfp4"], "serialized_names", dequantize._names_of(HfQuantizer))
+    with pytest.raises(ModelError, match=r"transformers .* does not tell .*install a later transformers"):
+        blueprint(read_config({**GPT_OSS, "quantization_config": MXFP4}, where="x"))
 
 
 def test_values_without_their_scales_are_refused_before_loading(tmp_path: Path) -> None:
