@@ -200,25 +200,18 @@ class OnTheHost:
         return torch.random.fork_rng(devices=[])
 
 
-def declared(task: Task, memory: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The buffers of `memory` that `task` declares."""
-    lent = {}
-    for span in (*task.reads, *task.writes):
-        if span.buffer in memory:
-            lent[span.buffer] = memory[span.buffer]
-    return lent
+class Lent(dict[str, torch.Tensor]):
+    """`Device.lend` where memory needs no preparation: the buffers that a task declares, and a context of them."""
 
-
-class Lent:
-    """`Device.lend` where memory needs no preparation: a context that yields the buffers that a task declares."""
-
-    __slots__ = ("_memory", "_task")
+    __slots__ = ()
 
     def __init__(self, task: Task, memory: Mapping[str, torch.Tensor]) -> None:
-        self._task, self._memory = task, memory
+        for span in (*task.reads, *task.writes):
+            if span.buffer in memory:
+                self[span.buffer] = memory[span.buffer]
 
     def __enter__(self) -> dict[str, torch.Tensor]:
-        return declared(self._task, self._memory)
+        return self
 
     def __exit__(self, *failure: object) -> None:
         return

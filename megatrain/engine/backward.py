@@ -67,10 +67,13 @@ def _first(
     inputs: dict[str, Any],
     around: Sequence[AbstractContextManager[object]],
     encoded: Sequence[Tensor],
+    *,
+    wants_calls: bool,
 ) -> tuple[Tensor, list[Call]]:
-    """What the prologue makes; or the start of an encoder, whose layers' arguments get no gradient."""
+    """What the prologue makes, with its calls of layers if they are wanted; or the start of an encoder, whose layers'
+    arguments get no gradient."""
     if unit == 0:
-        return context.ported.prologue(leaves, inputs, around, encoded)
+        return context.ported.prologue(leaves, inputs, around, encoded, for_first_layer=not wants_calls)
     assert context.ported.encoder is not None
     begun = context.ported.encoder.begin(context.ported, leaves, inputs)
     assert begun is not None
@@ -92,12 +95,13 @@ def _backward_of_first(context: OpContext, step: StepState, op: Op, lease: Lease
     if weights_in(op.reads, unit) is None:  # then only their shapes matter
         leaves = context.placeholder_leaves()
     else:
-        leaves = context.leaves(op, lease, unit)
+        leaves = context.leaves(context.weights(op, lease, unit), unit)
     context.reseed(step, unit, op.micro)
     inputs, answers = context.inputs(step, op.micro)
     around, encoded = (answers, leaves.in_place), encoded_for(context, step, op, lease)
+    wants_calls = bool(context.spec.sides) or op.micro in activations.beyond
     with torch.enable_grad(), answers, context.waiting_for_weights(step, op, lease), leaves.in_place:
-        hidden, calls = _first(context, unit, leaves.by_name, inputs, around, encoded)
+        hidden, calls = _first(context, unit, leaves.by_name, inputs, around, encoded, wants_calls=wants_calls)
     step.phases.before_gradients()
     if leaves.trained:
         context.accumulator(op, lease, unit)

@@ -104,9 +104,8 @@ class OpContext:
             weights.parameters = self.binders[unit].bind(weights.flat)
         return weights.parameters
 
-    def leaves(self, op: Op, lease: Lease, unit: int) -> UnitLeaves:
+    def leaves(self, weights: UnitWeights, unit: int) -> UnitLeaves:
         """The parameters of a unit as leaves."""
-        weights = self.weights(op, lease, unit)
         if weights.leaves is None:
             weights.leaves = self._noted(self.binders[unit].leaves(weights.flat), unit)
         return weights.leaves
@@ -142,7 +141,7 @@ class OpContext:
     def accumulator(self, op: Op, lease: Lease, unit: int) -> GradientAccumulator:
         """The accumulator for the gradient of a unit, which the op that writes the first term has begin."""
         total = self.totals[unit]
-        if not total.has_begun or self.policy.shares_memory:  # then a sum may return from the disk to another buffer
+        if total.memory is None or self.policy.shares_memory:  # then a sum may return from the disk to another buffer
             access = gradient_in(op.writes, unit)
             views, key = self.pool.views[access.buffer], (access.start, access.stop, unit)
             if key not in views:

@@ -129,7 +129,7 @@ class LayerCall:
             if type(access.content) is Saved:
                 self._keeping = Keeping(access.content.keep, context.spec.hidden_size)
         if self._keeping:
-            weights = context.leaves(op, lease, op.unit).by_name
+            weights = context.leaves(context.weights(op, lease, op.unit), op.unit).by_name
             hidden = hidden.detach().requires_grad_()
         else:
             weights = context.parameters(op, lease, op.unit)
@@ -196,7 +196,7 @@ class DifferentiableLayerCall(LayerCall):
         self._step, self._op = step, op
         self._name = context.spec.units[op.unit].name
         self._bound = bound = BoundWeights(context.weights(op, lease, op.unit))
-        leaves = context.leaves(op, lease, op.unit)
+        leaves = context.leaves(bound.weights, op.unit)
         self._leaf = hidden.detach().requires_grad_()
         call = self._call(context)
         self._stored = stored = step.activations.stored.pop((op.unit, op.micro), None)
@@ -254,7 +254,7 @@ def _prologue(context: OpContext, step: StepState, op: Op, lease: Lease) -> tupl
             context.computes_between = True
             context.reseed(step, op.unit, op.micro)
         with graph_without_tensors():
-            leaves = context.leaves(op, lease, 0)
+            leaves = context.leaves(context.weights(op, lease, 0), 0)
             hidden, calls = context.ported.prologue(leaves.by_name, inputs, encoded=encoded)
     calls, needing = numbered(context.ported, calls)
     if needing and text and context.spec.units[0].looks_up:

@@ -113,7 +113,8 @@ class GradientAccumulator:
     """Sums the gradients of a unit's trained parameters, in step after step."""
 
     def __init__(self) -> None:
-        self._memory: SumMemory | None = None
+        self.memory: SumMemory | None = None
+        """Where the sum is; `None` between steps."""
         self._views: Mapping[str, Tensor] = {}
         self._started: dict[str, bool] = {}
         """Parameters with at least one term."""
@@ -123,8 +124,8 @@ class GradientAccumulator:
 
     def sum_in(self, memory: SumMemory) -> None:
         """Sum here from now on. If terms have been added elsewhere, their sum has been copied here."""
-        if memory is not self._memory:
-            self._memory, self._views = memory, memory.views
+        if memory is not self.memory:
+            self.memory, self._views = memory, memory.views
             for gap in memory.gaps:
                 gap.zero_()
 
@@ -155,11 +156,6 @@ class GradientAccumulator:
         for name, leaf in leaves:
             leaf.register_post_accumulate_grad_hook(partial(self.take, name))
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether there is a sum, or a place for one."""
-        return self._memory is not None
-
     def view_to_write(self, name: str, dtype: torch.dtype) -> Tensor | None:
         """A new view of a parameter's sum, which the caller may write a term to or add one to if it claims the
         parameter, and may return to autograd as a gradient. `None` before there is a sum, for a dtype other than the
@@ -182,5 +178,5 @@ class GradientAccumulator:
         absent = [name for name in self._views if name not in self._started]
         for name in absent:
             self._views[name].zero_()
-        self._memory, self._views, self._started = None, {}, {}
+        self.memory, self._views, self._started = None, {}, {}
         return absent

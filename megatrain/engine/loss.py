@@ -36,7 +36,7 @@ def loss(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
     in_place: list[AbstractContextManager[object]] = []
     borrowed = context.spec.units[unit].borrows
     for owner in _head_owners(context):
-        bound = context.leaves(op, lease, owner)
+        bound = context.leaves(context.weights(op, lease, owner), owner)
         if context.layouts[owner].trained.size:
             context.accumulator(op, lease, owner)
             in_place.append(bound.in_place)

@@ -73,8 +73,9 @@ class Activations:
 
     def release(self, access: Access) -> None:
         """Free a transient buffer that no later op names: an input, or the arguments of a micro-batch's layers."""
-        self.inputs.pop(access.buffer, None)
-        self.sides.pop(access.buffer, None)
+        for kept in (self.inputs, self.sides):
+            if access.buffer in kept:
+                del kept[access.buffer]
         if type(access.content) is Arguments:
             self.calls.pop((access.content.of, access.content.micro), None)
             if access.content.of:

@@ -133,8 +133,7 @@ def save_weights_by_name(bound: BoundWeights, *, watched: bool = False) -> Abstr
     begin, nbytes, dtype, itemsize = flat.data_ptr(), flat.nbytes, flat.dtype, flat.itemsize
 
     def pack(tensor: Tensor) -> Tensor | _Place:
-        offset = tensor.data_ptr() - begin
-        if not 0 <= offset < nbytes or tensor.dtype != dtype:
+        if tensor.dtype != dtype or not 0 <= (offset := tensor.data_ptr() - begin) < nbytes:
             return tensor.data  # not the tensor: a node that saves its own output would keep itself alive
         return offset // itemsize, tensor.shape, tensor.stride()
 

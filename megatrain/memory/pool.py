@@ -14,14 +14,13 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from megatrain.device import Device, Errand
-from megatrain.device.base import Task, declared
+from megatrain.device.base import Lent, Task
 from megatrain.errors import DeviceError, PlanError
 from megatrain.memory.disk import Disk
 from megatrain.memory.io_queue import Bytes
@@ -78,21 +77,25 @@ class Pool:
         will pass through the device is page-locked in place. If an allocation fails, earlier ones stay, and the next
         call continues.
         """
-        buffers = [buffer for buffer in buffers if buffer.arena]
+        known = self.buffers
+        buffers = [b for b in buffers if b.arena and (b.name not in known or known[b.name] != b)]
         missing = [
             buffer
             for buffer in buffers
-            if (known := self.buffers.get(buffer.name)) is None
-            or known.nbytes < buffer.nbytes
-            or (buffer.tier == "disk" and known.nbytes != buffer.nbytes)  # regions are written whole
+            if buffer.name not in known
+            or known[buffer.name].nbytes < buffer.nbytes
+            or (buffer.tier == "disk" and known[buffer.name].nbytes != buffer.nbytes)  # regions are written whole
         ]
         if missing and self._leases:
             raise DeviceError(f"{self._leases} leases are in use while buffers change", where="memory pool")
-        self.ledger.require(missing)
+        if missing:
+            self.ledger.require(missing)
         for buffer in missing:
             self._allocate(buffer)
         for buffer in buffers:
-            if is_pinned(buffer, self._transit) and not is_pinned(self.buffers[buffer.name], self._transit):
+            before = known[buffer.name]
+            unlike = buffer.crosses != before.crosses or buffer.unit != before.unit
+            if unlike and is_pinned(buffer, self._transit) and not is_pinned(before, self._transit):
                 self.device.host.page_lock(self._memory[buffer.name], buffer.use)
                 self.buffers[buffer.name] = buffer
 
@@ -121,10 +124,6 @@ class Pool:
         if self.buffers[name].tier != "host":
             raise DeviceError(f"{name} can only be used through a lease", where="memory pool")
         return self._memory[name]
-
-    def lease(self, op: Op) -> AbstractContextManager[Lease]:
-        """In the block, the arena buffers that `op` declares."""
-        return _Leased(self, op)
 
     @property
     def leases(self) -> int:
@@ -219,8 +218,9 @@ class Pool:
         self.ledger.enter(after)
 
 
-class _Leased:
-    """`Pool.lease`. A class, since a generator costs three times the calls of functions, for each op."""
+class Leased:
+    """In the block, the arena buffers that an op declares. A class, since a generator costs three times the calls of
+    functions, for each op."""
 
     __slots__ = ("_lent", "_op", "_pool")
 
@@ -233,14 +233,15 @@ class _Leased:
             if pool._absent:
                 for name in {access.buffer for access in op.writes} & pool._absent:
                     pool._bring_back(name)
-            self._lent = pool.device.lend(op, pool._memory)
-            lease = self._lent.__enter__()
+            self._lent = lent = pool.device.lend(op, pool._memory)
+            lease = lent if type(lent) is Lent else lent.__enter__()
             pool._leases += 1
-        return {**lease, **declared(op, pool._of_peers)} if pool._of_peers else lease
+        return {**lease, **Lent(op, pool._of_peers)} if pool._of_peers else lease
 
     def __exit__(self, *failure: Any) -> None:
         try:
-            self._lent.__exit__(*failure)
+            if type(self._lent) is not Lent:
+                self._lent.__exit__(*failure)
         finally:
             with self._pool._lock:
                 self._pool._leases -= 1

@@ -23,7 +23,7 @@ from megatrain.errors import ModelError
 from megatrain.model.between_layers import PrologueDone, is_same
 from megatrain.model.mapped_tensors import lazy_zeros
 from megatrain.model.peak import SkipLargeProducts
-from megatrain.model.ports import Call, Capture, Port, PortedModel, Script, Weights, with_layers
+from megatrain.model.ports import Call, Capture, HookedPort, Port, PortedModel, Script, Weights, with_layers
 from megatrain.model.profile import portable_attention
 from megatrain.model.recomputed_encoders import layer_lists
 from megatrain.model.user_patches import Buffers
@@ -50,10 +50,14 @@ class EncoderStack:
     """What the ports do now; without one, they pass on what they get."""
 
     def __post_init__(self) -> None:
-        self.ports = [Port(index, layer) for index, layer in enumerate(self.templates)]
+        self.ports = [HookedPort(index, layer) for index, layer in enumerate(self.templates)]
         for port, layer in zip(self.ports, self.templates, strict=True):
             port.script = self
             port._forward_hooks.update(layer._forward_hooks)  # by which the library collects hidden states
+
+    @property
+    def reads_calls(self) -> bool:
+        return self._script is not None and self._script.reads_calls
 
     def visit(self, index: int, hidden: Tensor, call: Call) -> Tensor:
         return hidden if self._script is None else self._script.visit(index, hidden, call)
@@ -104,6 +108,8 @@ class EncoderStack:
 class Stop:
     """Leaves the forward at the first decoder layer."""
 
+    reads_calls = False
+
     def visit(self, index: int, hidden: Tensor, call: Call) -> Tensor:
         raise PrologueDone
 
@@ -122,6 +128,8 @@ class _Ordered:
 
 class Begun(_Ordered):
     """Records the calls of the encoder's layers, and stops behind the last."""
+
+    reads_calls = True
 
     def __init__(self, layers: int) -> None:
         super().__init__(layers)
@@ -149,6 +157,8 @@ class Begun(_Ordered):
 
 class Handed(_Ordered):
     """Makes layers return what the encoder has made, by layer."""
+
+    reads_calls = False
 
     def __init__(self, layers: int, encoded: Mapping[int, Tensor]) -> None:
         super().__init__(layers)

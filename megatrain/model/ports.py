@@ -67,7 +67,8 @@ class Call:
 
     def arguments(self, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments of the layer, with this hidden state [batch, length, hidden size]."""
-        hidden = batch_later(hidden, self.leading)
+        if self.leading:
+            hidden = batch_later(hidden, self.leading)
         if self.by_keyword:
             return self.args, {HIDDEN: hidden, **self.kwargs}
         return (hidden, *self.args), dict(self.kwargs)
@@ -92,7 +93,8 @@ class Call:
 
     def hidden_of(self, output: Any) -> Tensor:
         """The hidden state [batch, length, hidden size] in the layer's return value."""
-        return batch_first(output if isinstance(output, Tensor) else output[0], self.leading)
+        hidden: Tensor = output if isinstance(output, Tensor) else output[0]
+        return batch_first(hidden, self.leading) if self.leading else hidden
 
     def places(self) -> Iterator[tuple[Path, Any]]:
         """Each argument and constant with its place."""
@@ -121,6 +123,10 @@ class Call:
         return tensors_in((self.form, self.constants))
 
 
+ANY_CALL = Call((), {}, False)
+"""For scripts that do not read calls."""
+
+
 def tensors_in(value: Any) -> list[Tensor]:
     """Every tensor in nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
@@ -145,7 +151,8 @@ def batch_later(hidden: Tensor, leading: int) -> Tensor:
 def split_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any], leading: int = 0) -> tuple[Tensor, Call]:
     """Separate the hidden state, batch first, from a layer's arguments."""
     if args:
-        return batch_first(args[0], leading), Call(tuple(args[1:]), dict(kwargs), False, leading)
+        hidden = batch_first(args[0], leading) if leading else args[0]
+        return hidden, Call(args[1:], dict(kwargs), False, leading)
     if HIDDEN in kwargs:
         rest = {name: value for name, value in kwargs.items() if name != HIDDEN}
         return batch_first(kwargs[HIDDEN], leading), Call((), rest, True, leading)
@@ -162,12 +169,16 @@ def placeholder(parameter: Tensor, device: torch.device) -> Tensor:
 class Script(Protocol):
     """What the ports do during one run of the forward."""
 
+    reads_calls: bool
+    """Whether `visit` reads more than the hidden state of a layer's call."""
+
     def visit(self, index: int, hidden: Tensor, call: Call) -> Tensor: ...
 
 
 class Capture:
     """Records the calls of all layers, passes on stand-ins for the hidden state, and stops before the epilogue."""
 
+    reads_calls = True
     through_the_head = False
     """Whether to look for what enters behind the layers up to the model's end, if anything does between them."""
 
@@ -281,6 +292,8 @@ class HandOut:
     earlier: unit before the last layer -> the hidden state that it has made, if the head reads that, too.
     """
 
+    reads_calls = False
+
     def __init__(
         self,
         layers: int,
@@ -346,24 +359,45 @@ class Port(nn.Module):
         self._behind = [layer]  # in a list, so that the layer is not registered as a submodule
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.script is not None, "a port is only run by PortedModel"
-        hidden, call = split_hidden(args, kwargs, self.leading)
-        if self.passing is None:
-            hidden = self.script.visit(self.index, hidden, call)
-        else:
-            kept = call.with_form(self.passing.kept(call.form))
-            hidden = self.script.visit(self.index, hidden, kept)
+        script = self.script
+        assert script is not None, "a port is only run by PortedModel"
+        if self.passing is not None:
+            hidden, call = split_hidden(args, kwargs, self.leading)
+            hidden = script.visit(self.index, hidden, call.with_form(self.passing.kept(call.form)))
             self.passing.write(call.form)
-        hidden = batch_later(hidden, self.leading)
+        elif script.reads_calls or self.leading or not args:
+            hidden = script.visit(self.index, *split_hidden(args, kwargs, self.leading))
+        else:
+            hidden = script.visit(self.index, args[0], ANY_CALL)
+        if self.leading:
+            hidden = batch_later(hidden, self.leading)
         if self.returns is None:
             return hidden
         return hidden, *(self.others or [None] * (self.returns - 1))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Not through `nn.Module`, which makes three calls more to look for hooks: nobody puts one on a port."""
+        return self.forward(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["_behind"][0], name)
+
+
+class HookedPort(Port):
+    """A port in an encoder, on which the library may put hooks."""
+
+    __call__ = nn.Module.__call__
+
+
+class Ports(nn.ModuleList):
+    """The ports in a model. A slice of all is the same list: `nn.ModuleList` registers them anew in each forward."""
+
+    def __getitem__(self, index: Any) -> Any:
+        everything = range(len(self))
+        return self if isinstance(index, slice) and everything[index] == everything else super().__getitem__(index)
 
 
 # The model behind them ------------------------------------------------------------------------------------------------
@@ -501,15 +535,19 @@ class PortedModel:
         inputs: Mapping[str, Any],
         around: Sequence[AbstractContextManager[object]] = (),
         encoded: Sequence[Tensor] = (),
+        *,
+        for_first_layer: bool = False,
     ) -> tuple[Tensor, list[Call]]:
         """Run everything before the first layer.
 
         `inputs` are keyword arguments of the model's forward: `input_ids` [batch, length], `attention_mask` and so on.
         Returns the hidden state [batch, length, hidden size] and one `Call` per layer. With gradients, layers of
         encoders keep no graph, and are run again by the backward pass, in the contexts `around`. encoded: what the
-        streamed encoder has made, if the micro-batch has anything for it.
+        streamed encoder has made, if the micro-batch has anything for it. for_first_layer: stop at the first layer,
+        with its call only, unless the head reads what the prologue makes.
         """
-        capture, handing_out = Capture(len(self.ports)), cast(AbstractContextManager[object], nullcontext())
+        visited = 1 if for_first_layer and not self.by_head else len(self.ports)
+        capture, handing_out = Capture(visited), cast(AbstractContextManager[object], nullcontext())
         if self.encoder is not None:
             handing_out = self.encoder.handing_out(encoded)
             weights = {**{name: self.placeholders[name] for name in self.encoder.start}, **weights}
@@ -537,16 +575,18 @@ class PortedModel:
         takes.
         """
         template, passing = self.templates[index], self.ports[index].passing
-        hidden, call = filled(self.ports[index], call, values or {}, hidden)
+        if passing is not None or values or call.between is not None:
+            hidden, call = filled(self.ports[index], call, values or {}, hidden)
         args, kwargs = call.arguments(hidden)
-        recording: AbstractContextManager[list[Tensor]] = nullcontext([])
-        if self.balance_coefficient is not None:
-            recording = recorded()
-        chunks: AbstractContextManager[object] = nullcontext()
-        if mlp_chunk_tokens:
-            chunks = in_chunks(template, self.parts[index], mlp_chunk_tokens)
-        with recording as routed, chunks, self.holding(template, weights):
-            output = template(*args, **kwargs)
+        routed: list[Tensor] = []
+        if self.balance_coefficient is None and not mlp_chunk_tokens:
+            with self.holding(template, weights):
+                output = template(*args, **kwargs)
+        else:
+            recording = nullcontext(routed) if self.balance_coefficient is None else recorded()
+            parts = self.parts[index] if mlp_chunk_tokens else ()
+            with recording as routed, in_chunks(template, parts, mlp_chunk_tokens), self.holding(template, weights):
+                output = template(*args, **kwargs)
         side_values = dict(zip(self.ports[index].recorded, routed, strict=True)) if routed else {}
         if passing is not None:
             side_values |= passing.made(output, call.form)
@@ -636,7 +676,7 @@ class PortedModel:
     def run(self, script: Script, weights: Weights, inputs: Mapping[str, Any]) -> Any:
         """Run the model's own forward with `script` in place of the layers; `None` if it stopped after the
         prologue."""
-        states = [vars(port) for port in self.ports]  # `setattr` of a module costs fourteen calls
+        states = [port.__dict__ for port in self.ports]  # `setattr` of a module costs fourteen calls
         for state in states:
             state["script"] = script
         if isinstance(script, Capture):
@@ -680,7 +720,7 @@ def with_layers(model: nn.Module, stack: str, layers: Iterable[nn.Module]) -> No
     parent, _, attribute = stack.rpartition(".")
     first = list(layers)
     rest = list(model.get_submodule(stack).children())[len(first) :]
-    setattr(model.get_submodule(parent), attribute, nn.ModuleList([*first, *rest]))
+    setattr(model.get_submodule(parent), attribute, Ports([*first, *rest]))
 
 
 ROUTED: dict[str, Any] = {"output_router_logits": True, "logits_to_keep": 1}

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -52,8 +53,14 @@ def whole(nelements: int) -> list[Segment]:
 def cut(segments: Sequence[Segment], nelements: int) -> NDArray[np.int64]:
     """Cut segments into blocks of at most `BLOCK` elements, each with its segment's third number: int64[blocks, 3].
 
-    Raises MegaTrainError unless the segments ascend, do not overlap and lie within [0, nelements].
+    Raises MegaTrainError unless the segments ascend, do not overlap and lie within [0, nelements]. The same array for
+    the same arguments, as of each step.
     """
+    return _cut(tuple(segments), nelements)
+
+
+@lru_cache(256)
+def _cut(segments: tuple[Segment, ...], nelements: int) -> NDArray[np.int64]:
     if len(segments) == 0:
         return np.zeros((0, 3), np.int64)
     table = np.array(segments, np.int64)

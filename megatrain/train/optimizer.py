@@ -196,6 +196,8 @@ class StreamedOptimizer:
         self.versions = [UnitVersion() for _ in model.units]
         self._model, self._device, self._world = model, device, world
         self._parameters = [trained_parameters(layout_of(unit), algorithm, owned) for unit in model.units]
+        self._sizes = [layout_of(unit).trained.own_size for unit in model.units]
+        """This rank's trained elements of each unit."""
         self.trained = [unit for unit, parameters in enumerate(self._parameters) if parameters]
         """Units with trained parameters."""
         self._deferred = policy.update == "next_forward"
@@ -281,7 +283,7 @@ class StreamedOptimizer:
         if is_alone and elements is None:
             known.square_sums = [sum_of_squares(values, self.threads)]
         else:
-            size = layout_of(self._model.units[unit]).trained.own_size
+            size = self._sizes[unit]
             start, stop = elements or (0, size)
             sums = own_square_sums(values, NORM_BLOCK if is_alone else OWNED, self.threads)
             known.square_sums = expansion([*known.square_sums, *sums]) if start else sums
@@ -330,7 +332,7 @@ class StreamedOptimizer:
         if (update := self._waiting(unit)) is None:
             return
         known, version, parameters = update.gradients[unit], self.versions[unit], self._parameters[unit]
-        first, stop = elements or (0, layout_of(self._model.units[unit]).trained.own_size)
+        first, stop = elements or (0, self._sizes[unit])
         start = max(first, version.reached)
         if start >= stop:
             return
@@ -346,7 +348,7 @@ class StreamedOptimizer:
             for flag, covered in known.cases(parameters):
                 for scalars, segments in update.segments(covered, version.missed, start, stop):
                     update_on_device(state, gradient, scalars, _behind(segments, first), flag, self._kernels)
-        update.changed(unit, stop, version, parameters, layout_of(self._model.units[unit]).trained.own_size)
+        update.changed(unit, stop, version, parameters, self._sizes[unit])
 
     def momentum(
         self,
@@ -414,7 +416,7 @@ class StreamedOptimizer:
                     update.matrices.apply_on_device(given, direction, *shaped, flag)
                 else:
                     update.matrices.apply_on_host(given, direction, *shaped, self.threads)
-        update.changed(unit, stop, version, parameters, layout_of(self._model.units[unit]).trained.own_size)
+        update.changed(unit, stop, version, parameters, self._sizes[unit])
 
     def _waiting(self, unit: int) -> Update | None:
         """The update that a unit waits for, which nobody else may read meanwhile; `None` if there is none."""

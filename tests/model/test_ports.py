@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from megatrain.errors import ModelError
 from megatrain.model import PortedModel, port_model
-from megatrain.model.ports import split_hidden
+from megatrain.model.ports import Ports, split_hidden
 from megatrain.model.weight_sources import load_causal_lm
 from tests.tiny import FAMILIES, batch, causal_lm_from_config, tiny_model
 
@@ -79,7 +79,8 @@ def test_layers_returning_tuples_are_supported(monkeypatch: pytest.MonkeyPatch) 
             return [lambda *a, _layer=layer, **k: _layer(*a, **k)[0] for layer in self._modules.values()]
 
     monkeypatch.setattr(layer_class, "forward", lambda self, *a, **k: (plain(self, *a, **k), None))
-    monkeypatch.setattr(nn.ModuleList, "__getitem__", Unpacking.__getitem__)
+    for modules in (nn.ModuleList, Ports):
+        monkeypatch.setattr(modules, "__getitem__", Unpacking.__getitem__)
     ported = port_model(model, torch.float32)
     assert [port.returns for port in ported.ports] == [2, 2, 2]
     with torch.no_grad():
