@@ -57,13 +57,19 @@ Lengths = tuple[int, int, int]
 Run = Callable[[int], tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]]
 """Runs something with gradients on a number of tokens; returns its output, weights and inputs."""
 
+
+def _with_heads_of(query: Sequence[int], *shapes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Shapes [batch, heads, ...] of attention with as many heads as the query: torch 2.11 counts no others."""
+    return [(shape[0], query[1], *shape[2:]) for shape in shapes]
+
+
 _FLOPS: dict[Any, Any] = {
     **flop_registry,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: shape_wrapper(
-        lambda *shapes, **_: sdpa_flop_count(*shapes[:3])
+        lambda query, *shapes, **_: sdpa_flop_count(query, *_with_heads_of(query, *shapes[:2]))
     ),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: shape_wrapper(
-        lambda *shapes, **_: sdpa_backward_flop_count(*shapes[:4])
+        lambda given, query, *shapes, **_: sdpa_backward_flop_count(given, query, *_with_heads_of(query, *shapes[:2]))
     ),
 }
 """Op -> a function that counts its operations; the library has none for attention on a CPU."""
