@@ -252,9 +252,14 @@ LAUNCH_RATIO: dict[Kernels, float] = {"stock": 1.0, "fused": 0.37}
 """Kernels that a layer launches, relative to transformers' own layer; fused: the most of the shapes that `python -m
 bench.fused_layer` counts, forward and backward."""
 
-CHUNK_KERNEL_SHARE = 0.5
+CHUNK_KERNEL_SHARE = 0.8
 """Kernels that a chunk of a layer's token-wise parts launches, over the layer's: as the calls of functions that each
-takes (`tests/train/test_calls.py`)."""
+takes (`tests/train/test_calls.py`). So many since leaves and hooks of a layer are made once for its slot, those of a
+chunk each time."""
+
+HEAD_KERNELS = 22
+"""Beside those of its parameters, for a chunk of the loss: as many as its calls take. It runs the model's own forward
+around the layers, whose masks, positions and containers for outputs cost the host more than its few kernels."""
 
 HOST_LAUNCHES = 10
 """Time that the host takes to submit one kernel of a model (Python, modules, autograd, engine), in multiples of
@@ -679,7 +684,8 @@ class _Prices:
                 added += param.numel * element_nbytes / self._copies
         moved = SOFTMAX_PASSES * 4 * chunk * self.model.vocab_size
         softmax, _ = elementwise_seconds(self.hardware, "fp32", moved, passes=1)
-        return self._bounded_by_submission(products + added + softmax, 3 * self._launches(unit))
+        launches = self._launch * (HEAD_KERNELS + KERNELS_PER_PARAM * len(unit.params))
+        return self._bounded_by_submission(products + added + softmax, 3 * launches)
 
     def _lookup(self, op: Op, tokens: int) -> float:
         """Seconds of the prologue, or of a unit of an encoder. An embedding reads one row per token, but its gradient
