@@ -146,7 +146,8 @@ def _one_answer(kind: Any) -> Callable[..., Any]:
         if expand_size > 1 and (name := next(brings, None)):
             fix = "leave num_beams and num_return_sequences out"
             raise ConfigError(f"{name} goes with one answer and no beams", where=WHERE, fix=fix)
-        return kind._expand_inputs_for_generation(self, expand_size, **inputs)
+        repeated = inspect.getattr_static(kind, "_expand_inputs_for_generation").__get__(self, kind)
+        return repeated(expand_size, **inputs)  # in transformers 5.17 a static method
 
     return expanded
 
