@@ -23,7 +23,7 @@ from megatrain.errors import ModelError
 from megatrain.model.between_layers import PrologueDone, is_same
 from megatrain.model.mapped_tensors import lazy_zeros
 from megatrain.model.peak import SkipLargeProducts
-from megatrain.model.ports import Call, Capture, HookedPort, Port, PortedModel, Script, Weights, with_layers
+from megatrain.model.ports import Call, Capture, Port, PortedModel, Script, Weights, with_layers
 from megatrain.model.profile import portable_attention
 from megatrain.model.recomputed_encoders import layer_lists
 from megatrain.model.user_patches import Buffers
@@ -103,6 +103,12 @@ class EncoderStack:
         args, kwargs = call.arguments(hidden)
         with ported.holding(self.templates[index], weights):
             return call.hidden_of(self.templates[index](*args, **kwargs)), {}
+
+
+class HookedPort(Port):
+    """A port in an encoder, on which the library may put hooks."""
+
+    __call__ = nn.Module.__call__
 
 
 class Stop:

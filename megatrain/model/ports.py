@@ -369,8 +369,7 @@ class Port(nn.Module):
             hidden = script.visit(self.index, *split_hidden(args, kwargs, self.leading))
         else:
             hidden = script.visit(self.index, args[0], ANY_CALL)
-        if self.leading:
-            hidden = batch_later(hidden, self.leading)
+        hidden = batch_later(hidden, self.leading) if self.leading else hidden
         if self.returns is None:
             return hidden
         return hidden, *(self.others or [None] * (self.returns - 1))
@@ -386,18 +385,12 @@ class Port(nn.Module):
             return getattr(self.__dict__["_behind"][0], name)
 
 
-class HookedPort(Port):
-    """A port in an encoder, on which the library may put hooks."""
-
-    __call__ = nn.Module.__call__
-
-
 class Ports(nn.ModuleList):
     """The ports in a model. A slice of all is the same list: `nn.ModuleList` registers them anew in each forward."""
 
     def __getitem__(self, index: Any) -> Any:
-        everything = range(len(self))
-        return self if isinstance(index, slice) and everything[index] == everything else super().__getitem__(index)
+        all_of_them = isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1)
+        return self if all_of_them else super().__getitem__(index)
 
 
 # The model behind them ------------------------------------------------------------------------------------------------
@@ -543,8 +536,7 @@ class PortedModel:
         `inputs` are keyword arguments of the model's forward: `input_ids` [batch, length], `attention_mask` and so on.
         Returns the hidden state [batch, length, hidden size] and one `Call` per layer. With gradients, layers of
         encoders keep no graph, and are run again by the backward pass, in the contexts `around`. encoded: what the
-        streamed encoder has made, if the micro-batch has anything for it. for_first_layer: stop at the first layer,
-        with its call only, unless the head reads what the prologue makes.
+        streamed encoder has made, if the micro-batch has anything for it. for_first_layer: stop there if that is all.
         """
         visited = 1 if for_first_layer and not self.by_head else len(self.ports)
         capture, handing_out = Capture(visited), cast(AbstractContextManager[object], nullcontext())
