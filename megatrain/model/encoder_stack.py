@@ -46,6 +46,7 @@ class EncoderStack:
     """Names of the parameters that are read before the first layer."""
     taps: tuple[int, ...] = ()
     """The layers below the last whose output the prologue reads, too."""
+    reads_calls = True
     _script: Script | None = None
     """What the ports do now; without one, they pass on what they get."""
 
@@ -54,10 +55,6 @@ class EncoderStack:
         for port, layer in zip(self.ports, self.templates, strict=True):
             port.script = self
             port._forward_hooks.update(layer._forward_hooks)  # by which the library collects hidden states
-
-    @property
-    def reads_calls(self) -> bool:
-        return self._script is not None and self._script.reads_calls
 
     def visit(self, index: int, hidden: Tensor, call: Call) -> Tensor:
         return hidden if self._script is None else self._script.visit(index, hidden, call)
