@@ -8,6 +8,7 @@ the exponential is a polynomial. Other dtypes, and arguments that differ in thei
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import Any
@@ -27,8 +28,8 @@ CHUNK = 1024
 BLOCK_NUMEL = 1 << 16
 """Elements of a block, about."""
 DTYPES = (torch.bfloat16, torch.float32)
-SIGMOID, GELU, RELU = 0, 1, 2
-"""Kinds of activations: x * sigmoid(a x + b x^3), that by the error function, and max(x, 0)."""
+SIGMOID, GELU, RELU, SHARE = range(4)
+"""Kinds of activations: x * sigmoid(a x + b x^3), that by the error function, max(x, 0), and sigmoid(x)."""
 
 ONE, HALF = np.float32(1), np.float32(0.5)
 LOG2_E, LN2_HIGH, LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
@@ -60,71 +61,124 @@ def _clipped(x: Any) -> Any:
     return LARGEST if x > LARGEST else x
 
 
+@inlined
+def _norm(x: Any, weight: Any, out: Any, eps: Any) -> Any:
+    """out = x / rms(x) * weight, of one group of channels; returns 1 / rms(x)."""
+    width = x.size
+    whole = width - width % LANES
+    lanes = np.zeros(LANES, np.float32)
+    for start in range(0, whole, LANES):
+        part = x[start : start + LANES]
+        for k in range(LANES):
+            value = to_f32(part[k])
+            lanes[k] += value * value
+    total = np.float32(0)
+    for k in range(LANES):
+        total += lanes[k]
+    for k in range(whole, width):
+        value = to_f32(x[k])
+        total += value * value
+    scale = ONE / np.sqrt(total / np.float32(width) + eps)
+    for k in range(width):
+        out[k] = rounded_like((to_f32(x[k]) * scale) * weight[k], out)
+    return scale
+
+
+@inlined
+def _norm_backward(gradient: Any, x: Any, weight: Any, scale: Any, out: Any, part: Any) -> None:
+    """out: the gradient of x, of one group of channels. part: the weight's, added to what it holds, or empty."""
+    width = x.size
+    whole = width - width % LANES
+    lanes = np.zeros(LANES, np.float32)
+    for start in range(0, whole, LANES):
+        x_b, g_b, w_b = x[start : start + LANES], gradient[start : start + LANES], weight[start : start + LANES]
+        for k in range(LANES):
+            lanes[k] += (to_f32(g_b[k]) * w_b[k]) * to_f32(x_b[k])
+    total = np.float32(0)
+    for k in range(LANES):
+        total += lanes[k]
+    for k in range(whole, width):
+        total += (to_f32(gradient[k]) * weight[k]) * to_f32(x[k])
+    mean = total * scale / np.float32(width)
+    for k in range(width):
+        normed = to_f32(x[k]) * scale
+        out[k] = rounded_like((to_f32(gradient[k]) * weight[k] - normed * mean) * scale, out)
+    if part.size > 0:
+        for k in range(width):
+            part[k] += to_f32(gradient[k]) * (to_f32(x[k]) * scale)
+
+
 @compiled
-def rms_forward(inputs: Any, outputs: Any, width: Any, eps: Any, blocks: Any, counter: Any) -> None:
-    """inputs (x [rows * width], weight float32[width]); outputs (as x, scales float32[rows])."""
-    x, weight = inputs
+def rms_forward(inputs: Any, outputs: Any, shape: Any, gating: Any, eps: Any, blocks: Any, counter: Any) -> None:
+    """inputs (x [rows * groups * width], weight float32[groups * width], gate, whose row r begins at r * distance);
+    outputs (as x, scales float32[rows * groups]); shape (width, groups, distance); gating (whether there is a gate,
+    whether it multiplies the input, its activation as in `_activate`)."""
+    x, weight, gate = inputs
     out, scales = outputs
-    lanes = np.empty(LANES, np.float32)
-    whole = width - width % LANES
+    width, groups, distance = shape
+    gated, gates_input, activation = gating
+    values, inside, result = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width, np.float32)
     while True:
         i = claim(counter)
         if i >= blocks.shape[0]:
             return
-        for row in range(blocks[i, 0], blocks[i, 1]):
-            x_r, out_r = x[row * width : (row + 1) * width], out[row * width : (row + 1) * width]
-            lanes[:] = np.float32(0)
-            for start in range(0, whole, LANES):
-                part = x_r[start : start + LANES]
-                for k in range(LANES):
-                    value = to_f32(part[k])
-                    lanes[k] += value * value
-            total = np.float32(0)
-            for k in range(LANES):
-                total += lanes[k]
-            for k in range(whole, width):
-                value = to_f32(x_r[k])
-                total += value * value
-            scale = ONE / np.sqrt(total / np.float32(width) + eps)
-            scales[row] = scale
-            for k in range(width):
-                out_r[k] = rounded_like((to_f32(x_r[k]) * scale) * weight[k], out_r)
+        for place in range(blocks[i, 0] * groups, blocks[i, 1] * groups):
+            row, channel = place // groups, place % groups * width
+            x_r, out_r = x[place * width : (place + 1) * width], out[place * width : (place + 1) * width]
+            w_r = weight[channel : channel + width]
+            if gated:
+                gate_r = gate[row * distance + channel : row * distance + channel + width]
+                _activate(gate_r, values, activation)
+                for k in range(width):
+                    inside[k] = to_f32(x_r[k]) * (values[k] if gates_input else ONE)
+                scales[place] = _norm(inside, w_r, result, eps)
+                for k in range(width):
+                    out_r[k] = rounded_like(result[k] * (ONE if gates_input else values[k]), out_r)
+            else:
+                scales[place] = _norm(x_r, w_r, out_r, eps)
 
 
 @compiled
-def rms_backward(inputs: Any, outputs: Any, width: Any, blocks: Any, counter: Any) -> None:
-    """inputs (gradient, x [rows * width], scales float32[rows], weight float32[width]); outputs (the gradient of x,
-    parts float32[blocks * width], the blocks' terms of the weight's gradient, or empty)."""
-    gradient, x, scales, weight = inputs
-    out, parts = outputs
-    lanes = np.empty(LANES, np.float32)
-    whole = width - width % LANES
+def rms_backward(inputs: Any, outputs: Any, shape: Any, gating: Any, blocks: Any, counter: Any) -> None:
+    """inputs (gradient as x, and scales before those of `rms_forward`); outputs (the gradients of x and of the gate,
+    parts float32[blocks * groups * width], the blocks' terms of the weight's gradient, or empty)."""
+    gradient, scales, x, weight, gate = inputs
+    out, of_gate, parts = outputs
+    width, groups, distance = shape
+    gated, gates_input, activation = gating
+    values, slopes = np.empty(width, np.float32), np.empty(width, np.float32)
+    inside, wanted, given = (np.empty(width, np.float32), np.empty(width, np.float32), np.empty(width, np.float32))
     while True:
         i = claim(counter)
         if i >= blocks.shape[0]:
             return
-        part = parts[i * width : (i + 1) * width]
-        part[:] = np.float32(0)
-        for row in range(blocks[i, 0], blocks[i, 1]):
-            x_r, g_r = x[row * width : (row + 1) * width], gradient[row * width : (row + 1) * width]
-            out_r, scale = out[row * width : (row + 1) * width], scales[row]
-            lanes[:] = np.float32(0)
-            for start in range(0, whole, LANES):
-                x_b, g_b, w_b = x_r[start : start + LANES], g_r[start : start + LANES], weight[start : start + LANES]
-                for k in range(LANES):
-                    lanes[k] += (to_f32(g_b[k]) * w_b[k]) * to_f32(x_b[k])
-            total = np.float32(0)
-            for k in range(LANES):
-                total += lanes[k]
-            for k in range(whole, width):
-                total += (to_f32(g_r[k]) * weight[k]) * to_f32(x_r[k])
-            mean = total * scale / np.float32(width)
-            for k in range(width):
-                normed = to_f32(x_r[k]) * scale
-                out_r[k] = rounded_like((to_f32(g_r[k]) * weight[k] - normed * mean) * scale, out_r)
-            if part.size > 0:
+        part_of_block = parts[i * groups * width : (i + 1) * groups * width]
+        part_of_block[:] = np.float32(0)
+        for place in range(blocks[i, 0] * groups, blocks[i, 1] * groups):
+            row, channel = place // groups, place % groups * width
+            x_r, g_r = x[place * width : (place + 1) * width], gradient[place * width : (place + 1) * width]
+            out_r, w_r, scale = (
+                out[place * width : (place + 1) * width],
+                weight[channel : channel + width],
+                scales[place],
+            )
+            part = part_of_block[channel : channel + width]
+            if gated:
+                gate_r = gate[row * distance + channel : row * distance + channel + width]
+                of_gate_r = of_gate[place * width : (place + 1) * width]
+                _activate_with_slopes(gate_r, values, slopes, activation)
                 for k in range(width):
-                    part[k] += to_f32(g_r[k]) * (to_f32(x_r[k]) * scale)
+                    inside[k] = to_f32(x_r[k]) * (values[k] if gates_input else ONE)
+                    wanted[k] = to_f32(g_r[k]) * (ONE if gates_input else values[k])
+                _norm_backward(wanted, inside, w_r, scale, given, part)
+                for k in range(width):
+                    of_value = given[k] * to_f32(x_r[k])
+                    if not gates_input:
+                        of_value = (to_f32(g_r[k]) * w_r[k]) * (inside[k] * scale)
+                    out_r[k] = rounded_like(given[k] * (values[k] if gates_input else ONE), out_r)
+                    of_gate_r[k] = rounded_like(of_value * slopes[k], of_gate_r)
+            else:
+                _norm_backward(g_r, x_r, w_r, scale, out_r, part)
 
 
 @compiled
@@ -175,6 +229,13 @@ def _by_error_function(x: Any) -> Any:
 
 
 @inlined
+def _share(x: Any) -> Any:
+    """sigmoid(x), and its derivative."""
+    share = ONE / (ONE + _exp(-_clipped(x)))
+    return share, share * (ONE / (ONE + _exp(_clipped(x))))
+
+
+@inlined
 def _rectified(x: Any) -> Any:
     zero = np.float32(0)
     return (x if not x < zero else zero), (ONE if x > zero else zero)
@@ -195,6 +256,9 @@ def _activate(gate: Any, values: Any, activation: Any) -> None:
     elif kind == GELU:
         for k in range(gate.size):
             values[k], _ = _by_error_function(_at_most(to_f32(gate[k]), limit))
+    elif kind == SHARE:
+        for k in range(gate.size):
+            values[k], _ = _share(_at_most(to_f32(gate[k]), limit))
     else:
         for k in range(gate.size):
             values[k], _ = _rectified(_at_most(to_f32(gate[k]), limit))
@@ -210,6 +274,9 @@ def _activate_with_slopes(gate: Any, values: Any, slopes: Any, activation: Any) 
     elif kind == GELU:
         for k in range(gate.size):
             values[k], slopes[k] = _by_error_function(_at_most(to_f32(gate[k]), limit))
+    elif kind == SHARE:
+        for k in range(gate.size):
+            values[k], slopes[k] = _share(_at_most(to_f32(gate[k]), limit))
     else:
         for k in range(gate.size):
             values[k], slopes[k] = _rectified(_at_most(to_f32(gate[k]), limit))
@@ -329,28 +396,40 @@ def register() -> None:
         fused.LIBRARY.impl(name, function, "CPU")
 
 
-def _rms_norm(x: Tensor, weight: Tensor | None, offset: float, eps: float) -> tuple[Tensor, Tensor]:
-    if not _computes(x):
-        return fused.rms_norm_reference(x, weight, offset, eps)
-    rows, out = fused.rows_of(x), torch.empty_like(x)
-    scales = fused.number_for_rows(x)
-    inputs, outputs = (_array(x), _factors(weight, offset, x)), (_array(out), _array(scales))
-    how: Any = {"blocks": _blocks(*rows.shape), "threads": torch.get_num_threads()}
-    run(rms_forward, inputs, outputs, rows.shape[1], np.float32(eps), **how)
+def _rms_norm(
+    x: Tensor, weight: Tensor | None, gate: Tensor | None, rule: str, eps: float, groups: int
+) -> tuple[Tensor, Tensor]:
+    if not _computes(x) or not (gate is None or _computes(gate)):
+        return fused.rms_norm_reference(x, weight, gate, rule, eps, groups)
+    out, scales = torch.empty_like(x), fused.numbers_for_rows(x, groups)
+    inputs, shape, gating = _norm_inputs(x, weight, gate, rule, groups)
+    how: Any = {"blocks": _blocks(*fused.rows_of(x).shape), "threads": torch.get_num_threads()}
+    run(rms_forward, inputs, (_array(out), _array(scales)), shape, gating, np.float32(eps), **how)
     return out, scales
 
 
 def _rms_norm_backward(
-    gradient: Tensor, x: Tensor, scale: Tensor, weight: Tensor | None, offset: float, trains: bool
-) -> tuple[Tensor, Tensor]:
-    if not _computes(x, gradient):
-        return fused.rms_norm_backward_reference(gradient, x, scale, weight, offset, trains)
-    rows, width = fused.rows_of(x).shape
+    gradient: Tensor, x: Tensor, scale: Tensor, weight: Tensor | None, gate: Tensor | None, rule: str, trains: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not _computes(x, gradient) or not (gate is None or _computes(gate)):
+        return fused.rms_norm_backward_reference(gradient, x, scale, weight, gate, rule, trains)
     out, parts = torch.empty_like(x), fused.norm_parts(x, trains)
-    inputs = _array(gradient), _array(x), _array(scale), _factors(weight, offset, x)
-    how: Any = {"blocks": _in_pieces(rows, fused.NORM_ROWS), "threads": torch.get_num_threads()}
-    run(rms_backward, inputs, (_array(out), _array(parts)), width, **how)
-    return out, parts
+    of_gate = x.new_empty(0) if gate is None else torch.empty_like(x, dtype=gate.dtype)
+    inputs, shape, gating = _norm_inputs(x, weight, gate, rule, scale.shape[-1])
+    outputs = _array(out), _array(of_gate), _array(parts)
+    how: Any = {"blocks": _in_pieces(len(fused.rows_of(x)), fused.NORM_ROWS), "threads": torch.get_num_threads()}
+    run(rms_backward, (_array(gradient), _array(scale), *inputs), outputs, shape, gating, **how)
+    return out, of_gate, parts
+
+
+def _norm_inputs(x: Tensor, weight: Tensor | None, gate: Tensor | None, rule: str, groups: int) -> tuple[Any, Any, Any]:
+    """inputs, shape and gating, as `rms_forward` takes them."""
+    offset, name, gates_input = fused.NORM_RULES[rule]
+    weights = np.ones(x.shape[-1], np.float32) if weight is None else (weight.float() + offset).numpy(force=True)
+    activation, _ = _rule(name, math.inf, 0.0)
+    gates, distance = (_array(x), 0) if gate is None else (_array(gate, _extent(gate)), fused.row_distance(gate, x))
+    shape = x.shape[-1] // groups, groups, distance
+    return (_array(x), weights, gates), shape, (gate is not None, gates_input, activation)
 
 
 def _sum_parts(parts: Tensor, weight: Tensor) -> Tensor:
@@ -434,13 +513,6 @@ def _array(tensor: Tensor, count: int | None = None) -> NDArray[Any]:
     return np.asarray(_Memory(tensor.data_ptr(), count, "<u2" if tensor.dtype == torch.bfloat16 else "<f4"))
 
 
-def _factors(weight: Tensor | None, offset: float, x: Tensor) -> NDArray[Any]:
-    """What a norm multiplies with, float32[channels]."""
-    if weight is None:
-        return np.ones(x.shape[-1], np.float32)
-    return (weight.float() + offset if offset else weight.float()).numpy(force=True)
-
-
 def _halves(gate: Tensor, up: Tensor | None) -> tuple[tuple[NDArray[Any], NDArray[Any]], tuple[int, int]]:
     """Arrays of gate and up, and their (channels, distance from row to row)."""
     if up is not None:
@@ -451,7 +523,8 @@ def _halves(gate: Tensor, up: Tensor | None) -> tuple[tuple[NDArray[Any], NDArra
 
 def _rule(activation: str, limit: float, offset: float) -> tuple[tuple[int, *tuple[np.float32, ...]], np.float32]:
     """((kind of activation, its two factors, limit), offset), as the kernels take them."""
-    kind, factors = {"gelu": GELU, "relu": RELU}.get(activation, SIGMOID), fused.SIGMOIDS.get(activation, (0.0, 0.0))
+    kind = {"gelu": GELU, "relu": RELU, "sigmoid": SHARE}.get(activation, SIGMOID)
+    factors = fused.SIGMOIDS.get(activation, (0.0, 0.0))
     return (kind, *map(np.float32, (*factors, limit))), np.float32(offset)
 
 

@@ -23,7 +23,7 @@ from megatrain.engine import fused_cpu
 from megatrain.errors import typed_line
 from megatrain.model import PortedModel
 from megatrain.model.fuse_layers import fuse_layers, unfuse_layers
-from megatrain.model.fused import ACTIVATIONS, HALVES, LIBRARY, NEIGHBOURS, NORM_ROWS, ONCE, REFERENCES
+from megatrain.model.fused import ACTIVATIONS, HALVES, LIBRARY, NEIGHBOURS, NORM_ROWS, NORM_RULES, ONCE, REFERENCES
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """Largest error that counts as rounding: the norm of the difference over that of the result."""
@@ -110,15 +110,23 @@ def calls(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, tuple
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32).to(device, dtype)
 
-    for width, offset in ((8, None), (72, 1.0), (1030, 0.0)):
-        x, gradient = draw(2, NORM_ROWS - 3, 2, width).transpose(1, 2), draw(2, NORM_ROWS - 3, 2, width).transpose(1, 2)
-        weight = None if offset is None else draw(width)
-        _, scale = REFERENCES["rms_norm"](x, weight, offset or 0.0, 1e-2)
-        yield "rms_norm", (x, weight, offset or 0.0, 1e-2)
-        if weight is not None:
-            yield "sum_parts", (x.float().flatten(0, -2), weight)
-        for trains in (weight is not None, False):
-            yield "rms_norm_backward", (gradient, x, scale, weight, offset or 0.0, trains)
+    for width, groups, rule in (
+        (8, 1, "norm(x) * weight"),
+        (1030, 1, "norm(x) * weight"),
+        (72, 3, "norm(x) * (1 + weight)"),
+        (72, 1, "norm(x) * weight * silu(gate)"),
+        (8, 1, "norm(x) * weight * sigmoid(gate)"),
+        (72, 3, "norm(x * silu(gate)) * weight"),
+    ):
+        x, gradient, gate = (draw(2, NORM_ROWS - 3, 2, width + more).transpose(1, 2) for more in (0, 0, 5))
+        wide = x.float() if NORM_RULES[rule].gates_input else x
+        factors = None if width == 8 else draw(width), gate[..., :width] if NORM_RULES[rule].activation else None
+        _, scale = REFERENCES["rms_norm"](wide, *factors, rule, 1e-2, groups)
+        yield "rms_norm", (wide, *factors, rule, 1e-2, groups)
+        for trains in (factors[0] is not None, False):
+            yield "rms_norm_backward", (gradient.to(wide.dtype), wide, scale, *factors, rule, trains)
+    for width in (8, 1030):
+        yield "sum_parts", (draw(70, width).float(), draw(width))
     clipped = ("quick_gelu", 2.0, 1.0), ("silu", 2.0, 0.0)
     for rule in (*((activation, math.inf, 0.0) for activation in ACTIVATIONS), *clipped):
         gate, up, gradient = 3 * draw(3, 1030), 3 * draw(3, 1030), draw(3, 1030)

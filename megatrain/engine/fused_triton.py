@@ -26,50 +26,77 @@ COLUMNS, PARTS = 128, 32
 
 
 @triton.jit
-def _rms_forward(tensors, rows, width, numbers, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """tensors (x, weight, out, scale); numbers (offset of the weight, epsilon)."""
-    x, weight, out, scale = tensors
+def _rms_forward(tensors, sizes, numbers, FLAGS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """tensors (x, weight, gate, out, scale); sizes (rows, width of a group, distance of the gate's rows); numbers
+    (offset of the weight, epsilon); FLAGS (whether there is a weight, whether the gate multiplies the input, its
+    activation, or "" without a gate). A program has one group of channels."""
+    x, weight, gate, out, scale = tensors
+    rows, width, distance = sizes
     offset, eps = numbers
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
+    channel, place = tl.program_id(1) * width + column, row * tl.num_programs(1) + tl.program_id(1)
     inside = (row < rows)[:, None] & (column < width)[None, :]
-    at = row[:, None] * width + column[None, :]
+    at = place[:, None] * width + column[None, :]
     values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if FLAGS[2] != "":
+        gates = tl.load(gate + row[:, None] * distance + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+        factor, _ = _activated(gates, 1.0, 0.0, FLAGS[2])
+        if FLAGS[1]:
+            values *= factor
     scales = 1.0 / tl.sqrt(tl.sum(values * values, 1) / width + eps)
-    tl.store(scale + row, scales, mask=row < rows)
+    tl.store(scale + place, scales, mask=row < rows)
     values = values * scales[:, None]
-    if WEIGHTED:
-        values *= (tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32) + offset)[None, :]
+    if FLAGS[0]:
+        values *= (tl.load(weight + channel, mask=column < width, other=0.0).to(tl.float32) + offset)[None, :]
+    if FLAGS[2] != "" and not FLAGS[1]:
+        values *= factor
     tl.store(out + at, values.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _rms_backward(tensors, rows, sizes, offset, FLAGS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """tensors (gradient, x, scale, weight, out, parts); sizes (width, rows of a program); FLAGS (whether there is a
-    weight, whether it trains)."""
-    gradient, x, scale, weight, out, parts = tensors
-    width, of_program = sizes
+def _rms_backward(tensors, sizes, offset, FLAGS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """tensors (gradient, x, scale, weight, gate, gradients of x and of the gate, parts); sizes as in `_rms_forward`,
+    and rows of a program; FLAGS as there, and whether the weight trains."""
+    gradient, x, scale, weight, gate, out, of_gate, parts = tensors
+    rows, width, distance, of_program = sizes
     column = tl.arange(0, BLOCK)
-    factors = tl.full([BLOCK], 1.0, tl.float32)
+    channel = tl.program_id(1) * width + column
+    weights = tl.full([BLOCK], 1.0, tl.float32)
     if FLAGS[0]:
-        factors = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32) + offset
+        weights = tl.load(weight + channel, mask=column < width, other=0.0).to(tl.float32) + offset
     of_weight = tl.zeros([BLOCK], tl.float32)
     first = tl.program_id(0).to(tl.int64) * of_program
     for start in range(0, of_program, ROWS):
         row = first + start + tl.arange(0, ROWS)
+        place = row * tl.num_programs(1) + tl.program_id(1)
         inside = (row < rows)[:, None] & (column < width)[None, :]
-        at = row[:, None] * width + column[None, :]
-        scales = tl.load(scale + row, mask=row < rows, other=0.0)
-        normed = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scales[:, None]
+        at = place[:, None] * width + column[None, :]
+        scales = tl.load(scale + place, mask=row < rows, other=0.0)
+        values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         wanted = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
-        if FLAGS[1]:
-            of_weight += tl.sum(wanted * normed, 0)
-        wanted *= factors[None, :]
-        mean = tl.sum(wanted * normed, 1) / width
-        given = (wanted - normed * mean[:, None]) * scales[:, None]
-        tl.store(out + at, given.to(out.dtype.element_ty), mask=inside)
-    if FLAGS[1]:
-        tl.store(parts + tl.program_id(0).to(tl.int64) * width + column, of_weight, mask=column < width)
+        inner, outer = tl.full([ROWS, BLOCK], 1.0, tl.float32), tl.full([ROWS, BLOCK], 1.0, tl.float32)
+        if FLAGS[2] != "":
+            gates = tl.load(gate + row[:, None] * distance + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+            factor, slope = _activated(gates, 1.0, 0.0, FLAGS[2])
+            if FLAGS[1]:
+                inner = factor
+            else:
+                outer = factor
+        normed = values * inner * scales[:, None]
+        if FLAGS[3]:
+            of_weight += tl.sum(wanted * outer * normed, 0)
+        wanted *= weights[None, :]
+        scaled = wanted * outer
+        mean = tl.sum(scaled * normed, 1) / width
+        of_input = (scaled - normed * mean[:, None]) * scales[:, None]
+        tl.store(out + at, (of_input * inner).to(out.dtype.element_ty), mask=inside)
+        if FLAGS[2] != "":
+            given = of_input * values * slope if FLAGS[1] else wanted * normed * slope
+            tl.store(of_gate + at, given.to(of_gate.dtype.element_ty), mask=inside)
+    if FLAGS[3]:
+        part = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * width + column
+        tl.store(parts + part, of_weight, mask=column < width)
 
 
 @triton.jit
@@ -91,6 +118,10 @@ def _activated(x, LINEAR: tl.constexpr, CUBIC: tl.constexpr, KIND: tl.constexpr)
     if KIND == "relu":
         value = tl.where(x < 0, 0.0, x)
         slope = tl.where(x > 0, 1.0, 0.0)
+    elif KIND == "sigmoid":
+        near = tl.where(x < -87.0, -87.0, tl.where(x > 87.0, 87.0, x))
+        value = 1 / (1 + tl.exp(-near))
+        slope = value * (1 / (1 + tl.exp(near)))
     elif KIND == "gelu":
         below = 0.5 * (1 + tl.erf(x * 0.7071067811865476))
         value = x * below
@@ -216,29 +247,40 @@ def _rotate_token(tensors, sizes, strides, PAIRS: tl.constexpr, INVERSE: tl.cons
 # Ops ------------------------------------------------------------------------------------------------------------------
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, offset: float, eps: float) -> tuple[Tensor, Tensor]:
+def rms_norm(
+    x: Tensor, weight: Tensor | None, gate: Tensor | None, rule: str, eps: float, groups: int
+) -> tuple[Tensor, Tensor]:
     """As `fused.rms_norm_reference`."""
-    (rows, width), out = fused.rows_of(x).shape, torch.empty_like(x)
-    scale = fused.number_for_rows(x)
+    out, scale = torch.empty_like(x), fused.numbers_for_rows(x, groups)
     if x.numel():
-        block, of_tile = _tile(width)
-        tensors = x, x if weight is None else weight, out, scale
-        options = {"WEIGHTED": weight is not None, "ROWS": of_tile, "BLOCK": block}
-        _rms_forward[(triton.cdiv(rows, of_tile),)](tensors, rows, width, (offset, eps), **options, **_warps(block))
+        offset, flags, sizes, (block, of_tile) = _norm_how(x, weight, gate, rule, groups)
+        tensors = x, x if weight is None else weight, x if gate is None else gate, out, scale
+        options = {"FLAGS": flags, "ROWS": of_tile, "BLOCK": block, **_warps(block)}
+        _rms_forward[(triton.cdiv(sizes[0], of_tile), groups)](tensors, sizes, (offset, eps), **options)
     return out, scale
 
 
 def rms_norm_backward(
-    gradient: Tensor, x: Tensor, scale: Tensor, weight: Tensor | None, offset: float, trains: bool
-) -> tuple[Tensor, Tensor]:
+    gradient: Tensor, x: Tensor, scale: Tensor, weight: Tensor | None, gate: Tensor | None, rule: str, trains: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """As `fused.rms_norm_backward_reference`."""
-    (rows, width), out, parts = fused.rows_of(x).shape, torch.empty_like(x), fused.norm_parts(x, trains)
-    programs, (block, of_tile) = triton.cdiv(rows, fused.NORM_ROWS), _tile(width)
+    out, groups, parts = torch.empty_like(x), scale.shape[-1], fused.norm_parts(x, trains)
+    of_gate = x.new_empty(0) if gate is None else torch.empty_like(x, dtype=gate.dtype)
     if x.numel():
-        tensors = gradient, x, scale, x if weight is None else weight, out, parts if trains else scale
-        options = {"FLAGS": (weight is not None, trains), "ROWS": min(of_tile, fused.NORM_ROWS), "BLOCK": block}
-        _rms_backward[(programs,)](tensors, rows, (width, fused.NORM_ROWS), offset, **options, **_warps(block))
-    return out, parts
+        offset, flags, sizes, (block, of_tile) = _norm_how(x, weight, gate, rule, groups)
+        inputs = gradient, x, scale, x if weight is None else weight, x if gate is None else gate
+        tensors, sizes = (*inputs, out, of_gate, parts if trains else scale), (*sizes, fused.NORM_ROWS)
+        options = {"FLAGS": (*flags, trains), "ROWS": min(of_tile, fused.NORM_ROWS), "BLOCK": block, **_warps(block)}
+        _rms_backward[(triton.cdiv(sizes[0], fused.NORM_ROWS), groups)](tensors, sizes, offset, **options)
+    return out, of_gate, parts
+
+
+def _norm_how(x: Tensor, weight: Tensor | None, gate: Tensor | None, rule: str, groups: int) -> tuple[Any, ...]:
+    """(offset, flags, sizes, tile) of a norm's kernels."""
+    (rows, channels), (offset, activation, gates_input) = fused.rows_of(x).shape, fused.NORM_RULES[rule]
+    distance = 0 if gate is None else fused.row_distance(gate, x)
+    flags = weight is not None, gates_input, "" if gate is None else activation
+    return offset, flags, (rows, channels // groups, distance), _tile(channels // groups)
 
 
 def sum_parts(parts: Tensor, weight: Tensor) -> Tensor:

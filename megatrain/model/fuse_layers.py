@@ -3,7 +3,7 @@
 No list of classes: a module, or a function that an attention module calls, is run on random data and weights in
 float32, and replaced if a formula of a small table gives the same there:
 
-* RMS norms (with a weight, with 1 + weight, without) and layer norms that a module spells out;
+* RMS norms (with a weight, with 1 + weight, without; with a gate) and layer norms that a module spells out;
 * MLPs of the form down(activation(gate(x)) * up(x)), also with gate and up in one product, clipped, or with up + 1;
 * the same activations between the two products of stacked experts;
 * rotary embeddings that turn the two halves of a head, or neighbouring channels.
@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from megatrain.model.fused import (
     ACTIVATIONS,
     HALVES,
     NEIGHBOURS,
+    NORM_RULES,
     ONCE,
     gated,
     halves,
@@ -118,9 +119,11 @@ class _Fused:
     is_fused = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != 1 or kwargs:
-            return self.plain(*args, **kwargs)
-        return self.compute(args[0])
+        return self.compute(*args) if not kwargs and self.fits(*args) else self.plain(*args, **kwargs)
+
+    def fits(self, *args: Any) -> bool:
+        """Whether `compute` takes these arguments."""
+        return len(args) == 1
 
     def compute(self, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -129,24 +132,37 @@ class _Fused:
 # Norms ----------------------------------------------------------------------------------------------------------------
 
 
+class _NormForm(NamedTuple):
+    """rule: of `rms_norm`; "" for a layer norm."""
+
+    rule: str
+    eps: float
+    groups: int = 1
+
+
 @dataclass(frozen=True, eq=False)
 class _Norm(_Fused):
     module: nn.Module
     plain: Callable[..., Any]
     weight: str | None
     """Name of its parameter."""
-    eps: float
-    offset: float | None = None
-    """What an RMS norm adds to its weight; None for a layer norm."""
+    forms: Mapping[int, _NormForm]
+    """By how many tensors it is called with: x, or x and a gate."""
 
     def __str__(self) -> str:
-        return "layer norm" if self.offset is None else "RMS norm"
+        if 2 in self.forms:
+            return "RMS norm with a gate"
+        return "RMS norm" if self.forms[1].rule else "layer norm"
 
-    def compute(self, x: Tensor) -> Tensor:
+    def fits(self, *args: Any) -> bool:
+        return len(args) in self.forms and all(isinstance(x, Tensor) and x.shape == args[0].shape for x in args)
+
+    def compute(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        rule, eps, groups = self.forms[1 if gate is None else 2]
         weight = None if self.weight is None else self.module._parameters[self.weight]
-        if self.offset is None:
-            return functional.layer_norm(x, x.shape[-1:], weight, None, self.eps)
-        return rms_norm(x, weight, self.offset, self.eps)
+        if not rule:
+            return functional.layer_norm(x, x.shape[-1:], weight, None, eps)
+        return rms_norm(x, weight, rule, eps, gate, groups)
 
 
 def _norm_of(module: nn.Module) -> _Fused | None:
@@ -155,32 +171,46 @@ def _norm_of(module: nn.Module) -> _Fused | None:
     if type(module).__module__.startswith("torch.") or len(parameters) > 1 or any(p.dim() != 1 for _, p in parameters):
         return None
     name, width = (parameters[0][0], parameters[0][1].numel()) if parameters else (None, WIDTH)
+    forms = {count: form for count in (1, 2) if (form := _norm_form(module, name, width, count)) is not None}
+    return _Norm(module, module.forward, name, forms) if forms else None
+
+
+def _norm_form(module: nn.Module, name: str | None, width: int, count: int) -> _NormForm | None:
+    """How a module norms `count` tensors, a gate being the second; None if it does something else."""
     draw = torch.Generator().manual_seed(0)
-    weights = {each: torch.randn(width, generator=draw) for each, _ in parameters}
-    weight = weights.get(name or "")
+    weights = {} if name is None else {name: torch.randn(width, generator=draw)}
     inputs = [scale * torch.randn(*ROWS, width, generator=draw) + scale / 2 for scale in SCALES]
+    gate = 3 * torch.randn(*ROWS, width, generator=draw)
+    calls = [(x, gate if scale >= 1 else 10 * gate)[:count] for x, scale in zip(inputs, SCALES, strict=True)]
+    low = [[x.bfloat16() for x in calls[2]], [inputs[2], gate.bfloat16()]][:count]
     with _quietly() as failed:
-        outputs = [functional_call(module, weights, (x,)) for x in inputs]
-        half = functional_call(module, {each: w.bfloat16() for each, w in weights.items()}, (inputs[2].bfloat16(),))
-    if failed or not _are_norms(outputs, inputs) or half.dtype != torch.bfloat16:
+        outputs = [functional_call(module, weights, args) for args in calls]
+        low_weights = {each: w.bfloat16() for each, w in weights.items()}
+        keeps_dtype = all(functional_call(module, low_weights, tuple(args)).dtype == args[0].dtype for args in low)
+    if failed or not _are_norms(outputs, inputs) or not keeps_dtype:
         return None
-    plain, wide = module.forward, None if weight is None else weight.double()
+    weight, wide = weights[name].double() if name else None, [[each.double() for each in args] for args in calls]
 
-    def gives(formula: Callable[[Tensor], Tensor]) -> bool:
-        return all(_same(output, formula(x.double())) for output, x in zip(outputs, inputs, strict=True))
+    def gives(formula: Callable[..., Tensor]) -> bool:
+        return all(_same(output, formula(*args)) for output, args in zip(outputs, wide, strict=True))
 
+    rules = [key for key, rule in NORM_RULES.items() if bool(rule.activation) == (count == 2)]
+    rules = [rule for rule in rules if weight is not None or not NORM_RULES[rule].offset]
     for eps in _epsilons(module):
-        for offset in (0.0, 1.0) if weight is not None else (0.0,):
-            if gives(lambda x, offset=offset, eps=eps: _exact_rms_norm(x, wide, offset, eps)):  # type: ignore[misc]
-                return _Norm(module, plain, name, eps, offset)
-        if gives(lambda x, eps=eps: functional.layer_norm(x, x.shape[-1:], wide, None, eps)):  # type: ignore[misc]
-            return _Norm(module, plain, name, eps)
+        for form in (_NormForm(rule, eps, groups) for groups in (1,) for rule in rules):
+            if gives(lambda x, gate=None, form=form: _exact_rms_norm(x, weight, gate, form)):  # type: ignore[misc]
+                return form
+        if count == 1 and gives(lambda x, eps=eps: functional.layer_norm(x, x.shape[-1:], weight, None, eps)):  # type: ignore[misc]
+            return _NormForm("", eps)
     return None
 
 
-def _exact_rms_norm(x: Tensor, weight: Tensor | None, offset: float, eps: float) -> Tensor:
-    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return normed if weight is None else normed * (weight + offset)
+def _exact_rms_norm(x: Tensor, weight: Tensor | None, gate: Tensor | None, form: _NormForm) -> Tensor:
+    offset, activation, gates_input = NORM_RULES[form.rule]
+    value = 1.0 if gate is None else ACTIVATIONS[activation](gate)
+    inside = (x * value if gates_input else x).unflatten(-1, (form.groups, -1))
+    normed = (inside * torch.rsqrt(inside.square().mean(-1, keepdim=True) + form.eps)).flatten(-2)
+    return normed * (1.0 if weight is None else weight + offset) * (1.0 if gates_input else value)
 
 
 def _are_norms(outputs: Sequence[Any], inputs: Sequence[Tensor]) -> bool:

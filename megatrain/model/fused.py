@@ -5,16 +5,16 @@ outputs, counts of kernels) sees one op with its inputs and outputs. Here are th
 in float32 that runs on any device. `engine.fused_cpu` and `engine.fused_triton` register faster forms, which compute
 the same up to rounding. Every form computes in float32 and rounds once, when it writes.
 
-For the backward pass are saved: of a norm its input and one number for each row, of a gated activation its two inputs,
-of a rotary embedding nothing but the angles. Tensors are [..., channels]; ops take dense ones, whose other dimensions
-may be in any order.
+For the backward pass are saved: of a norm its inputs and one number for each row and group, of a gated activation its
+two inputs, of a rotary embedding nothing but the angles. Tensors are [..., channels]; ops take dense ones, whose other
+dimensions may be in any order.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu": functional.relu,
+    "sigmoid": torch.sigmoid,
 }
 """Name -> the function, in any precision."""
 
@@ -56,35 +57,77 @@ def _op(schema: str) -> Callable[[Form], Form]:
 # RMS norm -------------------------------------------------------------------------------------------------------------
 
 
-@_op("rms_norm(Tensor x, Tensor? weight, float offset, float eps) -> (Tensor, Tensor)")
-def rms_norm_reference(x: Tensor, weight: Tensor | None, offset: float, eps: float) -> tuple[Tensor, Tensor]:
-    """x / rms(x) * (weight + offset), in the dtype of x, and 1 / rms(x), float32[..., 1], by rows."""
-    wide, scale = x.float(), number_for_rows(x)
-    scale.copy_(torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps))
-    normed = wide * scale
-    if weight is not None:
-        normed = normed * (weight.float() + offset)
-    return normed.to(x.dtype), scale
+class NormRule(NamedTuple):
+    """offset: what is added to the weight. activation: of the gate, "" for a norm without one. gates_input: whether the
+    gate multiplies what is normed, rather than the result."""
+
+    offset: float = 0.0
+    activation: str = ""
+    gates_input: bool = False
+
+
+NORM_RULES = {
+    "norm(x) * weight": NormRule(),
+    "norm(x) * (1 + weight)": NormRule(offset=1.0),
+    "norm(x) * weight * silu(gate)": NormRule(activation="silu"),
+    "norm(x) * weight * sigmoid(gate)": NormRule(activation="sigmoid"),
+    "norm(x * silu(gate)) * weight": NormRule(activation="silu", gates_input=True),
+}
+
+
+@_op("rms_norm(Tensor x, Tensor? weight, Tensor? gate, str rule, float eps, int groups) -> (Tensor, Tensor)")
+def rms_norm_reference(
+    x: Tensor, weight: Tensor | None, gate: Tensor | None, rule: str, eps: float, groups: int
+) -> tuple[Tensor, Tensor]:
+    """What `rms_norm` describes, in the dtype of x, and 1 / rms, float32[..., groups], by rows."""
+    scale, (weights, inner, outer, _) = numbers_for_rows(x, groups), _norm_factors(weight, gate, rule)
+    inside = x.float() * inner
+    scale.copy_(torch.rsqrt(_means(inside.square(), groups) + eps))
+    return (_times(inside, scale) * weights * outer).to(x.dtype), scale
 
 
 @_op(
-    "rms_norm_backward(Tensor gradient, Tensor x, Tensor scale, Tensor? weight, float offset, bool trains)"
-    " -> (Tensor, Tensor)"
+    "rms_norm_backward(Tensor gradient, Tensor x, Tensor scale, Tensor? weight, Tensor? gate, str rule, bool trains)"
+    " -> (Tensor, Tensor, Tensor)"
 )
 def rms_norm_backward_reference(
-    gradient: Tensor, x: Tensor, scale: Tensor, weight: Tensor | None, offset: float, trains: bool
-) -> tuple[Tensor, Tensor]:
-    """The gradient of the input and, if the weight trains, terms of its gradient float32[parts, channels], one for
-    NORM_ROWS rows each, in the order of memory."""
-    normed, wanted = x.float() * scale, gradient.float()
-    scaled = wanted if weight is None else wanted * (weight.float() + offset)
-    given = (scaled - normed * (scaled * normed).mean(-1, keepdim=True)) * scale
-    parts = norm_parts(x, trains)
+    gradient: Tensor, x: Tensor, scale: Tensor, weight: Tensor | None, gate: Tensor | None, rule: str, trains: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of the input, that of the gate, empty if there is none, and, if the weight trains, terms of its
+    gradient float32[parts, channels], one for NORM_ROWS rows each, in the order of memory."""
+    weights, inner, outer, slope = _norm_factors(weight, gate, rule)
+    normed, wanted = _times(x.float() * inner, scale), gradient.float() * outer
+    scaled = wanted * weights
+    of_inside = _times(scaled - _times(normed, _means(scaled * normed, scale.shape[-1])), scale)
+    parts, of_gate = norm_parts(x, trains), x.new_empty(0)
     if trains:
         terms = rows_of(_as_laid_out(wanted * normed, x))
         terms = functional.pad(terms, (0, 0, 0, len(parts) * NORM_ROWS - len(terms)))
         parts.copy_(terms.view(len(parts), NORM_ROWS, -1).sum(1))
-    return _as_laid_out(given.to(x.dtype), x), parts
+    if gate is not None:
+        of_gate = of_inside * x.float() if NORM_RULES[rule].gates_input else gradient.float() * normed * weights
+        of_gate = _as_laid_out((of_gate * slope).to(gate.dtype), x)
+    return _as_laid_out((of_inside * inner).to(x.dtype), x), of_gate, parts
+
+
+def _norm_factors(weight: Tensor | None, gate: Tensor | None, rule: str) -> tuple[Any, Any, Any, Any]:
+    """Factors float32[channels] by the weight, [..., channels] of the input and of the result, and the activation's
+    derivative."""
+    offset, activation, gates_input = NORM_RULES[rule]
+    weights = 1.0 if weight is None else weight.float() + offset
+    if gate is None:
+        return weights, 1.0, 1.0, 0.0
+    value, slope = ACTIVATIONS[activation](gate.float()), _slope(activation, gate.float())
+    return (weights, value, 1.0, slope) if gates_input else (weights, 1.0, value, slope)
+
+
+def _means(x: Tensor, groups: int) -> Tensor:
+    return x.unflatten(-1, (groups, -1)).mean(-1)
+
+
+def _times(x: Tensor, numbers: Tensor) -> Tensor:
+    """x [..., channels] with each group of channels multiplied by one of the numbers [..., groups]."""
+    return (x.unflatten(-1, (numbers.shape[-1], -1)) * numbers.unsqueeze(-1)).flatten(-2)
 
 
 def norm_parts(x: Tensor, trains: bool) -> Tensor:
@@ -102,26 +145,35 @@ def sum_parts_reference(parts: Tensor, weight: Tensor) -> Tensor:
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, offset: float, eps: float) -> Tensor:
-        out, scale = OPS.rms_norm.default(x, weight, offset, eps)
-        ctx.save_for_backward(x, scale, *(() if weight is None else (weight,)))
-        ctx.offset = offset
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, gate: Tensor | None, *how: Any) -> Tensor:
+        out, scale = OPS.rms_norm.default(x, weight, gate, *how)
+        ctx.save_for_backward(x, scale, weight, gate)
+        ctx.rule = how[0]
         result: Tensor = out
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, scale, *weights = ctx.saved_tensors
-        weight, trains = (weights[0], ctx.needs_input_grad[1]) if weights else (None, False)
-        arguments = _as_laid_out(gradient, x), x, scale, weight, ctx.offset, trains
-        given, parts = OPS.rms_norm_backward.default(*arguments)
-        return given, OPS.sum_parts.default(parts, weight) if trains else None, None, None
+        x, scale, weight, gate = ctx.saved_tensors
+        trains = ctx.needs_input_grad[1]
+        inputs = _as_laid_out(gradient, x), x, scale, weight, None if gate is None else _with_rows_as(gate, x)
+        of_x, of_gate, parts = OPS.rms_norm_backward.default(*inputs, ctx.rule, trains)
+        of_weight = OPS.sum_parts.default(parts, weight) if trains else None
+        return of_x, of_weight, None if gate is None else of_gate, None, None, None
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, offset: float, eps: float) -> Tensor:
-    """x / sqrt(mean(x * x) + eps) * (weight + offset) over the last dimension, in the dtype of x."""
-    normed: Tensor = _RmsNorm.apply(_dense(x), weight, offset, eps)  # type: ignore[no-untyped-call]
+def rms_norm(
+    x: Tensor, weight: Tensor | None, rule: str, eps: float, gate: Tensor | None = None, groups: int = 1
+) -> Tensor:
+    """x / sqrt(mean(x * x) + eps) over the last dimension, or over each of equal groups of channels there, times weight
+    and gate as the rule says (a key of `NORM_RULES`), in the dtype of x.
+
+    x, gate [..., channels]; weight [channels], 1 if it is None. The gate's dtype may be another than that of x.
+    """
+    x = _dense(x)
+    gate = None if gate is None else _with_rows_as(gate, x)
+    normed: Tensor = _RmsNorm.apply(x, weight, gate, rule, eps, groups)  # type: ignore[no-untyped-call]
     return normed
 
 
@@ -166,6 +218,8 @@ def _slope(activation: str, x: Tensor) -> Tensor:
     """The derivative of an activation."""
     if activation == "relu":
         slope = (x > 0).to(x.dtype)
+    elif activation == "sigmoid":
+        slope = torch.sigmoid(x) * torch.sigmoid(-x)
     elif activation == "gelu":
         slope = 0.5 * (1 + torch.erf(x * 0.5**0.5)) + x * torch.exp(-0.5 * x * x) * (0.5 / math.pi) ** 0.5
     else:
@@ -303,11 +357,20 @@ def rows_of(x: Tensor) -> Tensor:
     return (x if x.is_contiguous() else x.permute(_order(x))).view(-1, x.shape[-1])
 
 
-def number_for_rows(x: Tensor) -> Tensor:
-    """Memory for a float32 for each row of a dense tensor, [..., 1], in the order in which the rows lie."""
+def numbers_for_rows(x: Tensor, count: int) -> Tensor:
+    """Memory for float32 numbers for each row of a dense tensor, [..., count], in the order in which the rows lie."""
     width = max(1, x.shape[-1])
-    strides = [stride // width for stride in x.stride()[:-1]] + [1]
-    return torch.empty_strided((*x.shape[:-1], 1), strides, dtype=torch.float32, device=x.device)
+    strides = [stride // width * count for stride in x.stride()[:-1]] + [1]
+    return torch.empty_strided((*x.shape[:-1], count), strides, dtype=torch.float32, device=x.device)
+
+
+def row_distance(gate: Tensor, x: Tensor) -> int | None:
+    """Elements from each row of the gate to the next, in the order of the rows of x; None if they lie otherwise."""
+    width = x.shape[-1]
+    sizes = zip(gate.stride(), x.stride(), x.shape[:-1], strict=False)
+    distances = {stride / (of_x // width) for stride, of_x, size in sizes if size > 1} or {width}
+    distance = distances.pop()
+    return None if distances or distance % 1 or gate.stride(-1) != 1 else int(distance)
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -326,7 +389,14 @@ def _order(x: Tensor) -> list[int]:
 
 def _as_laid_out(gradient: Tensor, x: Tensor) -> Tensor:
     """The gradient with the strides of x."""
-    return gradient if gradient.stride() == x.stride() else torch.empty_like(x).copy_(gradient)
+    if gradient.stride() == x.stride():
+        return gradient
+    return torch.empty_like(x, dtype=gradient.dtype).copy_(gradient)
+
+
+def _with_rows_as(gate: Tensor, x: Tensor) -> Tensor:
+    """The gate, or a copy if its rows do not lie in the order of those of x."""
+    return gate if row_distance(gate, x) is not None else _as_laid_out(gate, x)
 
 
 def _with_whole_rows(x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from megatrain.model.fused import HALVES, NEIGHBOURS, ONCE
 
 DTYPES = [torch.float32, torch.bfloat16]
 OPS: Any = torch.ops.megatrain
+NORM, GATED = "norm(x) * weight", "norm(x * silu(gate)) * weight"
 PAIRS = [
     *((HALVES, HALVES, angles) for angles in (HALVES, ONCE)),
     *((NEIGHBOURS, NEIGHBOURS, angles) for angles in (NEIGHBOURS, ONCE)),
@@ -36,12 +37,14 @@ def draw(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape) + shape[-1])).to(dtype)
 
 
-def norm_calls(dtype: torch.dtype, *shape: int, offset: float = 0.0) -> list[tuple[str, tuple[Any, ...]]]:
+def norm_calls(dtype: torch.dtype, *shape: int, rule: str = NORM, groups: int = 1) -> list[tuple[str, tuple[Any, ...]]]:
     x, weight, gradient = draw(dtype, *shape), draw(dtype, shape[-1]) + 1, draw(dtype, *shape) / 2
-    _, scale = fused.rms_norm_reference(x, weight, offset, 1e-5)
-    backward = gradient, x, scale, weight, offset, True
-    parts = draw(torch.float32, 50, shape[-1])
-    return [("rms_norm", (x, weight, offset, 1e-5)), ("rms_norm_backward", backward), ("sum_parts", (parts, weight))]
+    gate = draw(dtype, *shape, 2)[..., 1].clone() if fused.NORM_RULES[rule].activation else None
+    wide = x.float() if groups > 1 else x
+    _, scale = fused.rms_norm_reference(wide, weight, gate, rule, 1e-5, groups)
+    backward = gradient.to(wide.dtype), wide, scale, weight, gate, rule, True
+    calls = [("rms_norm", (wide, weight, gate, rule, 1e-5, groups)), ("rms_norm_backward", backward)]
+    return [*calls, ("sum_parts", (draw(torch.float32, 50, shape[-1]), weight))]
 
 
 def gated_calls(
@@ -77,7 +80,9 @@ def tensors(made: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
 @pytest.mark.parametrize(
     "calls",
     [
-        *(lambda dtype, width=width: norm_calls(dtype, 3, 5, width, offset=width % 2) for width in (3, 31, 64, 1000)),
+        *(lambda dtype, width=width: norm_calls(dtype, 3, 5, width) for width in (3, 31, 64, 1000)),
+        *(lambda dtype, rule=rule: norm_calls(dtype, 3, 5, 66, rule=rule) for rule in fused.NORM_RULES),
+        *(lambda dtype, rule=rule: norm_calls(dtype, 35, 99, rule=rule, groups=3) for rule in fused.NORM_RULES),
         *(lambda dtype, name=name: gated_calls(dtype, 2, 3, 1030, activation=name) for name in fused.ACTIVATIONS),
         lambda dtype: gated_calls(dtype, 2, 3, 1030, activation="quick_gelu", limit=2.0, offset=1.0),
         lambda dtype: rotary_calls(dtype, 5),
@@ -95,7 +100,8 @@ def test_loops_compute_what_the_reference_forms_do(calls: Callable[..., Any], dt
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_results_do_not_depend_on_threads(dtype: torch.dtype) -> None:
-    large = norm_calls(dtype, 700, 300) + gated_calls(dtype, 300, 700, activation="silu") + rotary_calls(dtype, 900)
+    large = norm_calls(dtype, 700, 300) + norm_calls(dtype, 700, 300, rule=GATED, groups=3)
+    large += gated_calls(dtype, 300, 700, activation="silu") + rotary_calls(dtype, 900)
     results: list[list[Tensor]] = []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
@@ -107,7 +113,7 @@ def test_results_do_not_depend_on_threads(dtype: torch.dtype) -> None:
 def test_numbers_that_are_not_finite_stay_so() -> None:
     """And a bfloat16 that is not a number does not become one when it is rounded."""
     x = torch.tensor([[float("nan")] * 3, [float("inf")] * 3, [1.0] * 3], dtype=torch.bfloat16)
-    made, _ = OPS.rms_norm(x, None, 0.0, 1e-6)
+    made, _ = OPS.rms_norm(x, None, None, NORM, 1e-6, 1)
     assert made.isfinite().all(-1).tolist() == [False, False, True]
     wide = torch.full((1, 3), -1.0).view(torch.int32).bitwise_or(0x7FFFFFFF).view(torch.float32)
     for limit in (math.inf, 7.0):
@@ -117,23 +123,23 @@ def test_numbers_that_are_not_finite_stay_so() -> None:
 @pytest.mark.parametrize("activation", fused.ACTIVATIONS)
 def test_activations_of_huge_numbers_are_finite(activation: str) -> None:
     huge = torch.tensor([[3e38, 1e20, -1e20, -3e38]])
-    one = torch.ones_like(huge)
-    assert torch.allclose(OPS.gated(huge, one, activation, math.inf, 0.0), huge.relu(), atol=1e-30)
+    one, limit = torch.ones_like(huge), huge.sign().relu()
+    assert torch.allclose(
+        OPS.gated(huge, one, activation, math.inf, 0.0), limit if activation == "sigmoid" else huge.relu(), atol=1e-30
+    )
     of_gate, _ = OPS.gated_backward(one, huge, one, activation, math.inf, 0.0)
-    assert torch.allclose(of_gate, torch.tensor([[1.0, 1.0, 0.0, 0.0]]), atol=1e-30)
+    assert torch.allclose(of_gate, 0 * one if activation == "sigmoid" else limit, atol=1e-30)
 
 
 def test_other_dtypes_take_the_reference_form() -> None:
-    x, weight = torch.randn(2, 8, dtype=torch.float16), torch.randn(8)
-    for one, other in zip(
-        OPS.rms_norm(x, weight, 0.0, 1e-6), fused.rms_norm_reference(x, weight, 0.0, 1e-6), strict=True
-    ):
+    x, args = torch.randn(2, 8, dtype=torch.float16), (torch.randn(8), None, NORM, 1e-6, 1)
+    for one, other in zip(OPS.rms_norm(x, *args), fused.rms_norm_reference(x, *args), strict=True):
         assert torch.equal(one, other)
 
 
 def test_nothing_to_compute_is_no_error() -> None:
     empty = torch.empty(0, 8)
-    assert OPS.rms_norm(empty, torch.ones(8), 0.0, 1e-6)[0].shape == (0, 8)
+    assert OPS.rms_norm(empty, torch.ones(8), None, NORM, 1e-6, 1)[0].shape == (0, 8)
     assert OPS.gated(empty, empty, "silu", math.inf, 0.0).shape == (0, 8)
-    assert OPS.rms_norm_backward(empty, empty, torch.empty(0, 1), torch.ones(8), 0.0, True)[1].shape == (0, 8)
+    assert OPS.rms_norm_backward(empty, empty, torch.empty(0, 1), torch.ones(8), empty, GATED, True)[2].shape == (0, 8)
     assert OPS.sum_parts(empty, torch.ones(8)).tolist() == [0] * 8

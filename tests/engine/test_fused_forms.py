@@ -18,6 +18,7 @@ from megatrain.model.fused import REFERENCES
 from tests.tiny import tiny_model
 
 GPU = torch.device("cuda", 0)
+NORM = None, None, "norm(x) * weight", 1e-6, 1
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +80,7 @@ def test_a_kernel_that_fails_is_replaced_for_tensors_of_that_width(caplog: pytes
     call = _guarded("rms_norm", form, REFERENCES["rms_norm"])
     for width in (8, 4, 8, 4):
         x = torch.randn(2, width)
-        assert torch.equal(call(x, None, 0.0, 1e-6)[0], REFERENCES["rms_norm"](x, None, 0.0, 1e-6)[0])
+        assert torch.equal(call(x, *NORM)[0], REFERENCES["rms_norm"](x, *NORM)[0])
     assert widths == [8, 4, 4]
     assert "rms_norm uses single torch operations: Triton failed (RuntimeError: out of resources)" in caplog.text
 

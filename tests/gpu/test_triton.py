@@ -78,7 +78,7 @@ print(fused_forms.agrees(SimpleNamespace(**forms), torch.device("cpu")))
 """
 
 
-@pytest.mark.parametrize("wrong", ["nothing", "rms_norm_backward 4", "rotary 6", "gated 3"])
+@pytest.mark.parametrize("wrong", ["nothing", "rms_norm 4", "rms_norm_backward 6", "rotary 6", "gated 3"])
 def test_fused_kernels_match_their_reference_and_mutants_are_detected(wrong: str) -> None:
     steps = [sys.executable, "-W", "ignore", "-c", INTERPRETED_FUNCTIONS, wrong]
     done = subprocess.run(steps, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
@@ -88,20 +88,33 @@ def test_fused_kernels_match_their_reference_and_mutants_are_detected(wrong: str
 GATED = {"LINEAR": 1.0, "CUBIC": 0.0, "BLOCK": 1024}
 ROTATED = {"INVERSE": True}
 COMPILED: dict[str, tuple[str, dict[str, object]]] = {
-    "norm": ("_rms_forward", {"WEIGHTED": True, "ROWS": 1, "BLOCK": 8192}),
-    "norm of heads": ("_rms_forward", {"WEIGHTED": False, "ROWS": 32, "BLOCK": 128}),
-    "norm, backward": ("_rms_backward", {"FLAGS": (True, True), "ROWS": 1, "BLOCK": 8192}),
-    "norm of heads, backward": ("_rms_backward", {"FLAGS": (False, False), "ROWS": 32, "BLOCK": 128}),
+    "norm": ("_rms_forward", {"FLAGS": (True, False, ""), "ROWS": 1, "BLOCK": 8192}),
+    "norm of heads": ("_rms_forward", {"FLAGS": (False, False, ""), "ROWS": 32, "BLOCK": 128}),
+    "norm with a gate": ("_rms_forward", {"FLAGS": (True, False, "sigmoid"), "ROWS": 32, "BLOCK": 128}),
+    "norm of a gated input": ("_rms_forward", {"FLAGS": (True, True, "silu"), "ROWS": 1, "BLOCK": 8192}),
+    "norm, backward": ("_rms_backward", {"FLAGS": (True, False, "", True), "ROWS": 1, "BLOCK": 8192}),
+    "norm of heads, backward": ("_rms_backward", {"FLAGS": (False, False, "", False), "ROWS": 32, "BLOCK": 128}),
+    "norm with a gate, backward": (
+        "_rms_backward",
+        {"FLAGS": (True, False, "sigmoid", True), "ROWS": 32, "BLOCK": 128},
+    ),
+    "norm of a gated input, backward": (
+        "_rms_backward",
+        {"FLAGS": (True, True, "silu", True), "ROWS": 1, "BLOCK": 8192},
+    ),
     "sum of parts": ("_sum_parts", {"PARTS": 32, "COLUMNS": 128}),
-    **{f"gated by {kind}": ("_gated_forward", {**GATED, "KIND": kind}) for kind in ("silu", "gelu", "relu")},
-    **{f"gated by {kind}, backward": ("_gated_backward", {**GATED, "KIND": kind}) for kind in ("silu", "gelu", "relu")},
+    **{f"gated by {kind}": ("_gated_forward", {**GATED, "KIND": kind}) for kind in ("silu", "gelu", "relu", "sigmoid")},
+    **{
+        f"gated by {kind}, backward": ("_gated_backward", {**GATED, "KIND": kind})
+        for kind in ("silu", "gelu", "relu", "sigmoid")
+    },
     **{f"rotary {pairs}": ("_rotate", {**ROTATED, "PAIRS": pairs, "BLOCKS": (32, 64, 1)}) for pairs, _ in PAIRS},
     "partly rotary": ("_rotate", {**ROTATED, "PAIRS": PAIRS[0][0], "BLOCKS": (32, 64, 64)}),
 }
 """What is compiled -> kernel, constants."""
 TENSORS = {
-    "_rms_forward": "xxxw",
-    "_rms_backward": "xxwxxw",
+    "_rms_forward": "xxxxw",
+    "_rms_backward": "xxwxxxxw",
     "_gated_forward": "xxx",
     "_gated_backward": "xxxxx",
     "_rotate": "xxxxxx",
@@ -119,12 +132,12 @@ def test_fused_kernels_compile_for_a_gpu(what: str, dtype: str) -> None:
 
     name, constants = COMPILED[what]
     kernel = getattr(fused_triton, name)
-    sizes = 5 if name == "_rotate" else 2
+    sizes = {"_rotate": 5, "_rms_forward": 3, "_rms_backward": 4}.get(name, 2)
     types: dict[str, object] = {
         "tensors": tuple(f"*{dtype}" if each == "x" else "*fp32" for each in TENSORS.get(name, "xxxx")),
         "sizes": ("i32",) * sizes,
         "strides": ("i64",) * 8,
-        **dict.fromkeys(("rows", "count", "width"), "i32"),
+        **dict.fromkeys(("count", "width"), "i32"),
         "offset": "fp32",
         "numbers": ("fp32", "fp32"),
         "parts": "*fp32",

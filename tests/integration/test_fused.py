@@ -90,8 +90,8 @@ def test_names_and_files_are_those_of_the_stock_model(tmp_path: Path) -> None:
 def test_a_wrong_fused_function_is_refused_before_it_trains(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def wrong(x: Tensor, weight: Tensor | None, offset: float, eps: float) -> Tensor:
-        return rms_norm(x, weight, offset, eps + 1e-3)
+    def wrong(x: Tensor, weight: Tensor | None, rule: str, eps: float, *rest: Any) -> Tensor:
+        return rms_norm(x, weight, rule, eps + 1e-3, *rest)
 
     monkeypatch.setattr(fuse_layers, "rms_norm", wrong)
     monkeypatch.setattr(parity, "CACHE", tmp_path)

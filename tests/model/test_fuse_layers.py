@@ -9,12 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import AutoConfig
 
-from megatrain.model import port_model
+from megatrain.model import fuse_layers, port_model
 from megatrain.model.fuse_layers import fuse
+from megatrain.model.fused import rms_norm
+from megatrain.model.tiny import shrink, twin_from
 from tests.kinds import stock_model, tiny_config
 
-NORM, ROTARY = "RMS norm", "rotary embedding"
+NORM, GATED, ROTARY = "RMS norm", "RMS norm with a gate", "rotary embedding"
 
 
 def norms(*names: str) -> dict[str, str]:
@@ -46,6 +49,12 @@ def test_functions_of_published_layers_are_fused(kind: str) -> None:
     assert [name for name, _ in layer.named_parameters()] == names
     assert fuse(layer) == {}  # what is fused is left alone
     assert fuse(copy.deepcopy(layer)) == {}
+
+
+@pytest.mark.parametrize(("kind", "name"), [("qwen3_next", "linear_attn.norm"), ("bamba", "mamba.norm")])
+def test_norms_with_gates_of_published_layers_are_fused(kind: str, name: str) -> None:
+    layer = port_model(twin_from(shrink(AutoConfig.for_model(kind)), 0), torch.bfloat16).templates[0]
+    assert fuse(layer)[name] == GATED
 
 
 def test_layers_of_ordinary_width_are_fused_without_weights() -> None:
@@ -140,3 +149,68 @@ def test_calls_with_more_arguments_run_the_modules_own_code() -> None:
     assert fuse(layer) == {"0": NORM}
     assert torch.equal(layer[0](x, x), normed(x) * x)
     assert torch.equal(layer[0](x, gate=x), normed(x) * x)
+
+
+class GatedNorm(nn.Module):
+    """A norm that can have a gate, or what `change` makes of it."""
+
+    def __init__(self, change: Callable[..., Tensor]) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        self.weight, self.change = nn.Parameter(torch.randn(16, generator=draw)), change
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        return self.change(x, self.weight, gate)
+
+
+def silu(gate: Tensor | None) -> Tensor | float:
+    return 1.0 if gate is None else functional.silu(gate.float())
+
+
+GATED_NORMS: dict[str, tuple[Callable[..., Tensor], str | None, tuple[bool, bool]]] = {
+    "the input": (lambda x, w, gate: w * normed(x * silu(gate)).to(x.dtype), GATED, (True, True)),
+    "the result": (lambda x, w, gate: (w * normed(x) * silu(gate)).to(x.dtype), GATED, (True, True)),
+    "necessary": (lambda x, w, gate: (w * normed(x) * gate.float().sigmoid()).to(x.dtype), GATED, (False, True)),
+    "by another function": (
+        lambda x, w, gate: w * normed(x) * (1 if gate is None else gate.tanh()),
+        NORM,
+        (True, False),
+    ),
+    "in float32": (lambda x, w, gate: w * normed(x) * silu(gate), NORM, (True, False)),
+    "in the gate's dtype": (
+        lambda x, w, gate: (w * normed(x) * silu(gate)).to(x.dtype if gate is None else gate.dtype),
+        *(NORM, (True, False)),
+    ),
+    "limited": (
+        lambda x, w, gate: (w * normed(x) * silu(None if gate is None else gate.clamp(max=20))).to(x.dtype),
+        *(NORM, (True, False)),
+    ),
+}
+"""What is gated, or how -> the norm, what is fused, and whether a call without and one with a gate is."""
+
+
+@pytest.mark.parametrize("name", GATED_NORMS)
+def test_gated_norms_are_fused_where_they_are_what_they_seem(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, fused, by_call = GATED_NORMS[name]
+    layer, calls = nn.Sequential(GatedNorm(change)), list[object]()
+    monkeypatch.setattr(fuse_layers, "rms_norm", lambda *args: calls.append(args) or rms_norm(*args))
+    draw = torch.Generator().manual_seed(1)
+    x, gate = torch.randn(2, 3, 16, generator=draw), torch.randn(2, 3, 16, generator=draw)
+    assert fuse(copy.deepcopy(layer)).get("0") == fused
+    fused_layer = copy.deepcopy(layer)
+    fuse(fused_layer)
+    for args, is_fused in zip(((x,), (x, gate)), by_call, strict=True):
+        if name == "necessary" and len(args) == 1:
+            continue
+        calls.clear()
+        assert torch.allclose(fused_layer[0](*args), layer[0](*args), atol=1e-6)
+        assert bool(calls) == is_fused
+
+
+def test_a_gate_that_is_named_or_of_another_shape_runs_the_modules_own_code() -> None:
+    layer = nn.Sequential(GatedNorm(GATED_NORMS["the result"][0]))
+    plain, x, gate = copy.deepcopy(layer), torch.ones(2, 3, 16), torch.arange(16.0)
+    assert fuse(layer) == {"0": GATED}
+    assert torch.equal(layer[0](x, gate=gate), plain[0](x, gate=gate))
+    assert torch.equal(layer[0](x, gate), plain[0](x, gate))
+    assert torch.equal(layer[0](x, None), plain[0](x))

@@ -8,12 +8,14 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from megatrain.model.fuse_layers import PAIRS
-from megatrain.model.fused import ACTIVATIONS, HALVES, NEIGHBOURS, ONCE, gated, rms_norm, rotary
+from megatrain.model.fused import ACTIVATIONS, HALVES, NEIGHBOURS, NORM_RULES, ONCE, gated, rms_norm, rotary
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
 DRAW = torch.Generator().manual_seed(0)
+NORM = "norm(x) * weight"
 
 
 def draw(*shape: int) -> Tensor:
@@ -25,9 +27,18 @@ def rotate_half(x: Tensor) -> Tensor:
     return torch.cat([-second, first], -1)
 
 
-def plainly_normed(x: Tensor, weight: Tensor | None, offset: float, eps: float) -> Tensor:
-    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return normed if weight is None else normed * (weight + offset)
+def plainly_normed(
+    x: Tensor, weight: Tensor | None, rule: str, eps: float, gate: Tensor | None = None, groups: int = 1
+) -> Tensor:
+    """As the rule says, word by word."""
+
+    def norm(x: Tensor) -> Tensor:
+        parts = x.unflatten(-1, (groups, -1))
+        return (parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + eps)).flatten(-2)
+
+    names = {"norm": norm, "x": x, "gate": gate, "silu": functional.silu, "sigmoid": torch.sigmoid}
+    made: Tensor = eval(rule, names | {"weight": 1 if weight is None else weight})
+    return made
 
 
 def plainly_gated(
@@ -59,10 +70,10 @@ def in_halves(x: Tensor, order: int) -> Tensor:
 
 
 def results(function: Function, *args: object) -> list[Tensor]:
-    """Outputs, and the gradients of all leaves for random gradients of the outputs."""
+    """Outputs, and the gradients of all leaves for random gradients of the outputs, which every dtype holds."""
     made = function(*args)
     outputs = [made] if isinstance(made, Tensor) else list(made)
-    wanted = [torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out) for out in outputs]
+    wanted = [torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(out) for out in outputs]
     leaves = [each for each in args if isinstance(each, Tensor) and each.requires_grad]
     return [*outputs, *torch.autograd.grad(outputs, leaves, wanted)]
 
@@ -88,20 +99,38 @@ BOUNDS = [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)]
 
 
 @pytest.mark.parametrize(("dtype", "bound"), BOUNDS, ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("offset", [0.0, 1.0, None], ids=["weight", "1 + weight", "no weight"])
-def test_norms_and_their_gradients_are_those_of_float64(offset: float | None, dtype: torch.dtype, bound: float) -> None:
-    for x in (draw(3, 5, 40), draw(2, 7, 3, 33).transpose(1, 2), draw(1, 64).expand(3, 64), draw(4, 30)[:, :20]):
-        weight = None if offset is None else draw(x.shape[-1]).requires_grad_()
-        args = x.requires_grad_(), weight, offset or 0.0, 1e-2
-        compare(rms_norm, plainly_normed, *args, dtype=dtype, bound=bound)
+@pytest.mark.parametrize("rule", NORM_RULES)
+def test_norms_and_their_gradients_are_those_of_float64(rule: str, dtype: torch.dtype, bound: float) -> None:
+    """Without and with a weight, in groups, and of a gate whose rows lie apart, in another order, or all in one."""
+    inputs = draw(3, 5, 40), draw(2, 7, 3, 36).transpose(1, 2), draw(1, 64).expand(3, 64), draw(4, 30)[:, :20]
+    for x, groups in zip(inputs, (1, 3, 2, 4), strict=True):
+        gates = draw(*x.shape[:-1], 99)[..., : x.shape[-1]], draw(*x.shape), draw(x.shape[-1]).expand(x.shape)
+        for gate in gates if NORM_RULES[rule].activation else (None,):
+            gate = None if gate is None else gate.requires_grad_()
+            weights = (draw(x.shape[-1]).requires_grad_(), None)
+            for weight in weights if not NORM_RULES[rule].offset else weights[:1]:
+                args = x.requires_grad_(), weight, rule, 1e-2, gate, groups
+                compare(rms_norm, plainly_normed, *args, dtype=dtype, bound=bound)
+
+
+def test_a_gate_may_have_another_dtype_than_the_input() -> None:
+    """State-space layers give float32, whatever the dtype of the gate."""
+    x, gate, weight = draw(3, 8).requires_grad_(), draw(3, 8).bfloat16().requires_grad_(), draw(8).bfloat16()
+    args = x, weight.requires_grad_(), "norm(x * silu(gate)) * weight", 1e-6, gate
+    exact = [each.detach().double().requires_grad_() if isinstance(each, Tensor) else each for each in args]
+    for one, other, like in zip(
+        results(rms_norm, *args), results(plainly_normed, *exact), (x, x, weight, gate), strict=True
+    ):
+        assert one.dtype == like.dtype
+        assert (one.double() - other).norm() <= (1e-6 if like is x else 4e-3) * other.norm()
 
 
 def test_a_frozen_weight_of_a_norm_gets_no_gradient() -> None:
     x, weight = draw(3, 8).requires_grad_(), draw(8)
-    assert torch.autograd.grad(rms_norm(x, weight, 0.0, 1e-6).sum(), x)[0].shape == x.shape
+    assert torch.autograd.grad(rms_norm(x, weight, NORM, 1e-6).sum(), x)[0].shape == x.shape
     frozen = draw(3, 8)
     trained = weight.clone().requires_grad_()
-    assert torch.autograd.grad(rms_norm(frozen, trained, 0.0, 1e-6).sum(), trained)[0].shape == weight.shape
+    assert torch.autograd.grad(rms_norm(frozen, trained, NORM, 1e-6).sum(), trained)[0].shape == weight.shape
 
 
 @pytest.mark.parametrize(("dtype", "bound"), BOUNDS, ids=["float32", "bfloat16"])
@@ -147,6 +176,8 @@ def test_a_graph_keeps_inputs_and_no_intermediate() -> None:
 
     x, weight, cos = draw(4, 6, 32).requires_grad_(), draw(32).requires_grad_(), draw(1, 6, 32)
     q = x.unsqueeze(1)
-    assert kept(rms_norm, x, weight, 0.0, 1e-6) == x.nbytes + weight.nbytes + x.nbytes // 32
+    assert kept(rms_norm, x, weight, NORM, 1e-6) == x.nbytes + weight.nbytes + x.nbytes // 32
+    gated_norm = "norm(x) * weight * silu(gate)"
+    assert kept(rms_norm, x, weight, gated_norm, 1e-6, x, 4) == 2 * x.nbytes + weight.nbytes + x.nbytes // 8
     assert kept(gated, x, x, "silu") == 2 * x.nbytes
     assert kept(rotary, q, q, cos, cos, 1) == 2 * cos.nbytes
