@@ -3,7 +3,8 @@
 No list of classes: a module, or a function that an attention module calls, is run on random data and weights in
 float32, and replaced if a formula of a small table gives the same there:
 
-* RMS norms (with a weight, with 1 + weight, without; with a gate) and layer norms that a module spells out;
+* RMS norms (with a weight, with 1 + weight, without; over groups of channels; with a gate) and layer norms that a
+  module spells out;
 * MLPs of the form down(activation(gate(x)) * up(x)), also with gate and up in one product, clipped, or with up + 1;
 * the same activations between the two products of stacked experts;
 * rotary embeddings that turn the two halves of a head, or neighbouring channels.
@@ -197,7 +198,7 @@ def _norm_form(module: nn.Module, name: str | None, width: int, count: int) -> _
     rules = [key for key, rule in NORM_RULES.items() if bool(rule.activation) == (count == 2)]
     rules = [rule for rule in rules if weight is not None or not NORM_RULES[rule].offset]
     for eps in _epsilons(module):
-        for form in (_NormForm(rule, eps, groups) for groups in (1,) for rule in rules):
+        for form in (_NormForm(rule, eps, groups) for groups in _groups(module, width) for rule in rules):
             if gives(lambda x, gate=None, form=form: _exact_rms_norm(x, weight, gate, form)):  # type: ignore[misc]
                 return form
         if count == 1 and gives(lambda x, eps=eps: functional.layer_norm(x, x.shape[-1:], weight, None, eps)):  # type: ignore[misc]
@@ -224,6 +225,12 @@ def _epsilons(module: nn.Module) -> list[float]:
     """Small numbers that the module holds, and common ones."""
     held = [value for value in vars(module).values() if type(value) is float and 0 <= value < 0.1]
     return list(dict.fromkeys([*held, *EPSILONS]))
+
+
+def _groups(module: nn.Module, width: int) -> list[int]:
+    """Counts of equal groups of channels: one, and those that a number which the module holds may mean."""
+    held = [value for value in vars(module).values() if type(value) is int and 1 < value < width and not width % value]
+    return list(dict.fromkeys([1, *held, *(width // value for value in held)]))
 
 
 # Gated MLPs -----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -51,10 +52,14 @@ def test_functions_of_published_layers_are_fused(kind: str) -> None:
     assert fuse(copy.deepcopy(layer)) == {}
 
 
-@pytest.mark.parametrize(("kind", "name"), [("qwen3_next", "linear_attn.norm"), ("bamba", "mamba.norm")])
-def test_norms_with_gates_of_published_layers_are_fused(kind: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name", "groups"), [("qwen3_next", "linear_attn.norm", 1), ("nemotron_h", "mixer.norm", 2)]
+)
+def test_norms_with_gates_of_published_layers_are_fused(kind: str, name: str, groups: int) -> None:
     layer = port_model(twin_from(shrink(AutoConfig.for_model(kind)), 0), torch.bfloat16).templates[0]
     assert fuse(layer)[name] == GATED
+    norm: Any = layer.get_submodule(name).forward
+    assert norm.forms[2].groups == groups
 
 
 def test_layers_of_ordinary_width_are_fused_without_weights() -> None:
@@ -152,15 +157,19 @@ def test_calls_with_more_arguments_run_the_modules_own_code() -> None:
 
 
 class GatedNorm(nn.Module):
-    """A norm that can have a gate, or what `change` makes of it."""
+    """A norm in groups of 4 channels that can have a gate, or what `change` makes of it."""
 
     def __init__(self, change: Callable[..., Tensor]) -> None:
         super().__init__()
         draw = torch.Generator().manual_seed(0)
-        self.weight, self.change = nn.Parameter(torch.randn(16, generator=draw)), change
+        self.weight, self.change, self.group_size = nn.Parameter(torch.randn(16, generator=draw)), change, 4
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         return self.change(x, self.weight, gate)
+
+
+def in_groups(x: Tensor, size: int = 4) -> Tensor:
+    return normed(x.float().unflatten(-1, (-1, size))).flatten(-2).to(x.dtype)
 
 
 def silu(gate: Tensor | None) -> Tensor | float:
@@ -168,9 +177,10 @@ def silu(gate: Tensor | None) -> Tensor | float:
 
 
 GATED_NORMS: dict[str, tuple[Callable[..., Tensor], str | None, tuple[bool, bool]]] = {
-    "the input": (lambda x, w, gate: w * normed(x * silu(gate)).to(x.dtype), GATED, (True, True)),
+    "the input": (lambda x, w, gate: w * in_groups(x * silu(gate)).to(x.dtype), GATED, (True, True)),
     "the result": (lambda x, w, gate: (w * normed(x) * silu(gate)).to(x.dtype), GATED, (True, True)),
     "necessary": (lambda x, w, gate: (w * normed(x) * gate.float().sigmoid()).to(x.dtype), GATED, (False, True)),
+    "in groups of another size": (lambda x, w, gate: w * in_groups(x, 2), None, (False, False)),
     "by another function": (
         lambda x, w, gate: w * normed(x) * (1 if gate is None else gate.tanh()),
         NORM,
