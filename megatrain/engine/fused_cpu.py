@@ -467,7 +467,7 @@ def _gated_backward(
 def _rotary(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, heads: int, pairs: Sequence[int], inverse: bool
 ) -> tuple[Tensor, Tensor]:
-    if not _computes(q, *(() if k is None else (k,)), cos, sin):
+    if not _computes(q, *(() if k is None else (k,))) or not _computes(cos, sin):
         return fused.rotary_reference(q, k, cos, sin, heads, pairs, inverse)
     of_q, *of_k = (_rotated(x, cos, sin, heads, pairs, inverse) for x in (q, k) if x is not None)
     return of_q, of_k[0] if of_k else q.new_empty(0)

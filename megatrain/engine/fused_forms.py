@@ -143,5 +143,6 @@ def calls(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, tuple
     ):
         turned = x if heads == 2 else x.transpose(1, 2)
         for inverse, k in ((False, turned.narrow(heads, 1, 2)), (True, turned.narrow(heads, 1, 2)), (False, None)):
-            angle = draw(rows, 5, 2 * angles)[..., :angles], draw(rows, 5, 2 * angles)[..., :angles]
+            angle = [draw(rows, 5, 2 * angles)[..., :angles] for _ in range(2)]
+            angle = [each.float() for each in angle] if k is None else angle
             yield "rotary", (turned, k, *angle, heads, pairs, inverse)

@@ -68,6 +68,8 @@ PAIRS = (
     ((NEIGHBOURS, HALVES, ONCE), True),  # DeepSeek
 )
 """Forms to try: `pairs` of `rotary`, and whether only the first half of each row of angles is read."""
+WIDE = torch.bfloat16, torch.float32
+"""Dtypes of channels and of their angles in Ernie 4.5."""
 MOST_CHILDREN = 8
 """Modules with more are no MLP."""
 
@@ -398,7 +400,8 @@ def _gated_forms(run: tuple[Tensor, list[_ChildCall], Tensor], limits: Sequence[
 class _FusedRotary:
     """Replaces a function of `count` tensors (1 or 2), cosines and sines. pairs: see `rotary`. half: whether it reads
     only the first half of each row of angles. partial: whether it can turn the first channels of a head and leave the
-    others. heads: the dimensions that its argument `HEADS` may name."""
+    others. heads: the dimensions that its argument `HEADS` may name. wide: whether angles may be float32 beside
+    bfloat16, which the result is in, too."""
 
     plain: Callable[..., Any]
     count: int
@@ -406,6 +409,7 @@ class _FusedRotary:
     half: bool
     partial: bool = False
     heads: tuple[int, ...] = (1,)
+    wide: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         heads = kwargs.get(HEADS, 1)
@@ -417,9 +421,11 @@ class _FusedRotary:
     def _fits(self, heads: int, *args: Tensor) -> bool:
         *turned, cos, sin = args
         fits = heads in self.heads and cos.shape == sin.shape and cos.dim() == 3 and not cos.requires_grad
+        fits = fits and cos.dtype == sin.dtype
         for x in turned if fits else ():
             rest, token = x.shape[-1] - self.turns(cos.shape[-1]), 3 - heads
-            fits = fits and x.dim() == 4 and x.dtype == cos.dtype == sin.dtype and cos.shape[1] == x.shape[token]
+            fits = fits and x.dim() == 4 and cos.shape[1] == x.shape[token]
+            fits = fits and (x.dtype == cos.dtype or (self.wide and (x.dtype, cos.dtype) == WIDE))
             fits = (
                 fits
                 and (not rest or (self.partial and rest > 0))
@@ -436,10 +442,11 @@ class _FusedRotary:
         """How many channels of a head are turned by rows of this many angles."""
         return 2 * angles if self.pairs[2] == ONCE and not self.half else angles
 
-    def agrees(self, angles: int, heads: int = 1) -> bool:
-        """Whether the function turns heads of 8 channels as `rotary` does. heads: the dimension of heads."""
+    def agrees(self, angles: int, heads: int = 1, dtype: torch.dtype = torch.float32) -> bool:
+        """Whether the function turns heads of 8 channels as `rotary` does. heads: the dimension of heads. dtype: of the
+        channels; angles are float32."""
         draw = torch.Generator().manual_seed(2)
-        turned = [torch.randn(2, count, 5, 8, generator=draw) for count in (3, 1)][: self.count]
+        turned = [torch.randn(2, count, 5, 8, generator=draw).to(dtype) for count in (3, 1)][: self.count]
         turned = [x if heads == 1 else x.transpose(1, 2) for x in turned]
         cos, sin = (torch.randn(2, 5, angles, generator=draw) for _ in range(2))
         with _quietly() as failed:
@@ -448,7 +455,7 @@ class _FusedRotary:
             return False
         made = made if isinstance(made, tuple) else (made,)
         expected = [rotated(x, *self._angles(cos, sin), heads, self.pairs, False) for x in turned]
-        return len(made) == self.count and all(map(_same, made, expected))
+        return len(made) == self.count and all(map(_same, made, expected)) and made[0].dtype == dtype
 
 
 def _with_fused_rotary(module: nn.Module) -> Callable[..., Any] | None:
@@ -480,7 +487,8 @@ def _rotary_of(function: FunctionType) -> _FusedRotary | None:
         angles = 4 if fused.turns(4) == 8 else 8
         if least <= count + 2 <= most and fused.agrees(angles):
             heads = (1, 2) if fused.agrees(angles, heads=2) else (1,)
-            return replace(fused, partial=fused.agrees(angles // 2), heads=heads)
+            wide = fused.agrees(angles, dtype=WIDE[0])
+            return replace(fused, partial=fused.agrees(angles // 2), heads=heads, wide=wide)
     return None
 
 

@@ -69,6 +69,7 @@ def rotary_calls(dtype: torch.dtype, tokens: int) -> list[tuple[str, tuple[Any, 
             ("rotary", (q, other, cos, sin, 1, pairs, inverse))
             for other, inverse in ((k, False), (k, True), (None, True))
         ]
+        calls.append(("rotary", (q, k, cos.float(), sin.float(), 1, pairs, False)))
     return calls
 
 

@@ -224,3 +224,20 @@ def test_a_gate_that_is_named_or_of_another_shape_runs_the_modules_own_code() ->
     assert torch.equal(layer[0](x, gate=gate), plain[0](x, gate=gate))
     assert torch.equal(layer[0](x, gate), plain[0](x, gate))
     assert torch.equal(layer[0](x, None), plain[0](x))
+
+
+def test_angles_in_float32_turn_channels_in_bfloat16_where_the_module_does_so() -> None:
+    """Ernie 4.5 multiplies in float32 and returns bfloat16; Llama would return float32, and is left to its own code."""
+    q, k, angle = torch.ones(2, 3, 5, 8, dtype=torch.bfloat16), torch.ones(2, 1, 5, 8), torch.ones(1, 5, 8)
+    for kind, is_fused in (("ernie4_5", True), ("llama", False)):
+        layer = port_model(twin_from(shrink(AutoConfig.for_model(kind)), 0), torch.bfloat16).templates[0]
+        assert fuse(layer)["self_attn"] == ROTARY
+        turn: Any = layer.get_submodule("self_attn").forward.__func__.__globals__["apply_rotary_pos_emb"]
+        assert turn._fits(1, q, k.bfloat16(), angle, angle) == is_fused
+        assert turn._fits(1, q, k.bfloat16(), angle.bfloat16(), angle.bfloat16())
+        assert not turn._fits(1, q.float(), k, angle.bfloat16(), angle.bfloat16())
+        for one, other in zip(
+            turn(q, k.bfloat16(), angle, angle), turn.plain(q, k.bfloat16(), angle, angle), strict=True
+        ):
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other)
