@@ -110,7 +110,7 @@ def calls(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, tuple
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32).to(device, dtype)
 
-    for width, groups, rule in (
+    for width, groups, norm in (
         (8, 1, "norm(x) * weight"),
         (1030, 1, "norm(x) * weight"),
         (72, 3, "norm(x) * (1 + weight)"),
@@ -119,12 +119,12 @@ def calls(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, tuple
         (72, 3, "norm(x * silu(gate)) * weight"),
     ):
         x, gradient, gate = (draw(2, NORM_ROWS - 3, 2, width + more).transpose(1, 2) for more in (0, 0, 5))
-        wide = x.float() if NORM_RULES[rule].gates_input else x
-        factors = None if width == 8 else draw(width), gate[..., :width] if NORM_RULES[rule].activation else None
-        _, scale = REFERENCES["rms_norm"](wide, *factors, rule, 1e-2, groups)
-        yield "rms_norm", (wide, *factors, rule, 1e-2, groups)
+        wide = x.float() if NORM_RULES[norm].gates_input else x
+        factors = None if width == 8 else draw(width), gate[..., :width] if NORM_RULES[norm].activation else None
+        _, scale = REFERENCES["rms_norm"](wide, *factors, norm, 1e-2, groups)
+        yield "rms_norm", (wide, *factors, norm, 1e-2, groups)
         for trains in (factors[0] is not None, False):
-            yield "rms_norm_backward", (gradient.to(wide.dtype), wide, scale, *factors, rule, trains)
+            yield "rms_norm_backward", (gradient.to(wide.dtype), wide, scale, *factors, norm, trains)
     for width in (8, 1030):
         yield "sum_parts", (draw(70, width).float(), draw(width))
     clipped = ("quick_gelu", 2.0, 1.0), ("silu", 2.0, 0.0)

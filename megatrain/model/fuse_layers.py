@@ -41,6 +41,7 @@ from megatrain.model.fused import (
     ONCE,
     gated,
     halves,
+    in_groups,
     rms_norm,
     rotary,
     rotated,
@@ -201,9 +202,9 @@ def _norm_form(module: nn.Module, name: str | None, width: int, count: int) -> _
     rules = [rule for rule in rules if weight is not None or not NORM_RULES[rule].offset]
     for eps in _epsilons(module):
         for form in (_NormForm(rule, eps, groups) for groups in _groups(module, width) for rule in rules):
-            if gives(lambda x, gate=None, form=form: _exact_rms_norm(x, weight, gate, form)):  # type: ignore[misc]
+            if gives(lambda x, gate=None, form=form: _exact_rms_norm(x, weight, gate, form)):
                 return form
-        if count == 1 and gives(lambda x, eps=eps: functional.layer_norm(x, x.shape[-1:], weight, None, eps)):  # type: ignore[misc]
+        if count == 1 and gives(lambda x, eps=eps: functional.layer_norm(x, x.shape[-1:], weight, None, eps)):
             return _NormForm("", eps)
     return None
 
@@ -211,7 +212,7 @@ def _norm_form(module: nn.Module, name: str | None, width: int, count: int) -> _
 def _exact_rms_norm(x: Tensor, weight: Tensor | None, gate: Tensor | None, form: _NormForm) -> Tensor:
     offset, activation, gates_input = NORM_RULES[form.rule]
     value = 1.0 if gate is None else ACTIVATIONS[activation](gate)
-    inside = (x * value if gates_input else x).unflatten(-1, (form.groups, -1))
+    inside = in_groups(x * value if gates_input else x, form.groups)
     normed = (inside * torch.rsqrt(inside.square().mean(-1, keepdim=True) + form.eps)).flatten(-2)
     return normed * (1.0 if weight is None else weight + offset) * (1.0 if gates_input else value)
 

@@ -82,7 +82,7 @@ def rms_norm_reference(
     """What `rms_norm` describes, in the dtype of x, and 1 / rms, float32[..., groups], by rows."""
     scale, (weights, inner, outer, _) = numbers_for_rows(x, groups), _norm_factors(weight, gate, rule)
     inside = x.float() * inner
-    scale.copy_(torch.rsqrt(_means(inside.square(), groups) + eps))
+    scale.copy_(torch.rsqrt(in_groups(inside, groups).square().mean(-1) + eps))
     return (_times(inside, scale) * weights * outer).to(x.dtype), scale
 
 
@@ -98,7 +98,7 @@ def rms_norm_backward_reference(
     weights, inner, outer, slope = _norm_factors(weight, gate, rule)
     normed, wanted = _times(x.float() * inner, scale), gradient.float() * outer
     scaled = wanted * weights
-    of_inside = _times(scaled - _times(normed, _means(scaled * normed, scale.shape[-1])), scale)
+    of_inside = _times(scaled - _times(normed, in_groups(scaled * normed, scale.shape[-1]).mean(-1)), scale)
     parts, of_gate = norm_parts(x, trains), x.new_empty(0)
     if trains:
         terms = rows_of(_as_laid_out(wanted * normed, x))
@@ -121,13 +121,14 @@ def _norm_factors(weight: Tensor | None, gate: Tensor | None, rule: str) -> tupl
     return (weights, value, 1.0, slope) if gates_input else (weights, 1.0, value, slope)
 
 
-def _means(x: Tensor, groups: int) -> Tensor:
-    return x.unflatten(-1, (groups, -1)).mean(-1)
+def in_groups(x: Tensor, groups: int) -> Tensor:
+    """A view [..., groups, channels of a group] of x [..., channels]."""
+    return x.view(*x.shape[:-1], groups, x.shape[-1] // groups)
 
 
 def _times(x: Tensor, numbers: Tensor) -> Tensor:
     """x [..., channels] with each group of channels multiplied by one of the numbers [..., groups]."""
-    return (x.unflatten(-1, (numbers.shape[-1], -1)) * numbers.unsqueeze(-1)).flatten(-2)
+    return (in_groups(x, numbers.shape[-1]) * numbers.unsqueeze(-1)).flatten(-2)
 
 
 def norm_parts(x: Tensor, trains: bool) -> Tensor:
@@ -145,10 +146,10 @@ def sum_parts_reference(parts: Tensor, weight: Tensor) -> Tensor:
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, gate: Tensor | None, *how: Any) -> Tensor:
-        out, scale = OPS.rms_norm.default(x, weight, gate, *how)
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, gate: Tensor | None, *rule: Any) -> Tensor:
+        out, scale = OPS.rms_norm.default(x, weight, gate, *rule)
         ctx.save_for_backward(x, scale, weight, gate)
-        ctx.rule = how[0]
+        ctx.rule = rule[0]
         result: Tensor = out
         return result
 
