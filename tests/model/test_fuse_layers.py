@@ -219,7 +219,7 @@ def test_gated_norms_are_fused_where_they_are_what_they_seem(name: str, monkeypa
 
 def test_a_gate_that_is_named_or_of_another_shape_runs_the_modules_own_code() -> None:
     layer = nn.Sequential(GatedNorm(GATED_NORMS["the result"][0]))
-    plain, x, gate = copy.deepcopy(layer), torch.ones(2, 3, 16), torch.arange(16.0)
+    plain, x, gate = copy.deepcopy(layer), torch.ones(2, 1, 16), torch.ones(2, 3, 16)
     assert fuse(layer) == {"0": GATED}
     assert torch.equal(layer[0](x, gate=gate), plain[0](x, gate=gate))
     assert torch.equal(layer[0](x, gate), plain[0](x, gate))
