@@ -33,6 +33,7 @@ FIELDS = ("files", "moments", "low_bits", "gradients", "weights")
 """Order in which state is spilled: weights to the model's files, then fields of `Placement` to the disk."""
 
 
+@lru_cache(maxsize=1024)
 def state_policy(policy: Policy) -> Policy:
     """The policy with defaults for all fields that do not affect the size of state, to serve as a cache key."""
     return replace(
@@ -49,6 +50,7 @@ def state_policy(policy: Policy) -> Policy:
     )
 
 
+@lru_cache(maxsize=64)
 def state_numerics(numerics: Numerics) -> Numerics:
     """As `state_policy`, for the numerics."""
     return replace(numerics, loss_chunk_tokens=1, mlp_chunk_tokens=0)

@@ -68,6 +68,8 @@ class Search:
         self.question, self.budgets = question, {**question.budgets(), **(budgets or {})}
         self._known: dict[Point, list[Option]] = {}
         self._placements: dict[Hashable, tuple[Placement, ...]] = {}
+        self._resident: dict[tuple[int, int], int] = {(0, 0): 0}
+        """(`Point.layer_parts`, `weight_parts`) -> `_resident_nbytes`."""
         self._excess: dict[tuple[int, int], dict[str, int]] = {}
         """(micro-batch, micro-batches of a round) -> bytes by tier that a replay took beyond its estimate."""
         self._space = SearchSpace(question)
@@ -282,10 +284,11 @@ class Search:
     def _resident_nbytes(self, point: Point) -> int:
         """Device bytes of the state that stays there between steps."""
         asked = point.layer_parts, point.weight_parts
-        if not any(asked):
-            return 0
-        placed = replace(self._space.usual.policy, placements=resident_placements(self.question.model, *asked))
-        return state_nbytes(self.question.model, self._space.usual.numerics, placed)["device"]
+        if asked not in self._resident:
+            placed = replace(self._space.usual.policy, placements=resident_placements(self.question.model, *asked))
+            nbytes = state_nbytes(self.question.model, self._space.usual.numerics, placed)
+            self._resident[asked] = nbytes["device"]
+        return self._resident[asked]
 
     @property
     def leanest_plan(self) -> Plan:

@@ -87,7 +87,7 @@ def derive_waits(schedule: Schedule) -> Schedule:
         clock = ends[places[index]]
         chosen = []
         missing = [earlier for earlier, finished in zip(needed, clock, strict=True) if finished < earlier]
-        for earlier in sorted(missing, reverse=True) if missing else ():
+        for earlier in sorted(missing, reverse=True) if len(missing) > 1 else missing:
             if clock[places[earlier]] < earlier:
                 chosen.append(earlier)
                 clock = joined(clock, clocks[earlier])

@@ -49,10 +49,27 @@ class TimedTask:
     """End time; `inf` until it has ended."""
     stalled: float = 0.0
     """Seconds for which its stream was idle, waiting for it, since it was submitted."""
+    dram_rate: float = 0.0
+    """While it runs: bytes per second of host memory that it would use alone."""
+    due: float = inf
+    """While it runs: when it ends if its speed stays."""
+    speed: float = 1.0
+    """Relative to running alone."""
+    _since: float = 0.0
+    _left: float = 0.0
+    """Seconds alone that remained when its speed last changed."""
 
-    @property
-    def dram_rate(self) -> float:
-        return self.dram_nbytes / self.seconds if self.seconds else 0.0
+    def begin(self, now: float) -> None:
+        self.began = self._since = now
+        self._left = self.seconds
+        self.due = now + self.seconds
+        self.dram_rate = self.dram_nbytes / self.seconds if self.seconds else 0.0
+
+    def go_on(self, now: float, speed: float) -> None:
+        """Change its speed."""
+        self._left = max(0.0, self._left - (now - self._since) * self.speed)
+        self._since, self.speed = now, speed
+        self.due = now + self._left / speed
 
 
 class StreamClock:
@@ -61,7 +78,7 @@ class StreamClock:
     def __init__(self, contention: Contention, now: float = 0.0) -> None:
         self._dram, self._duplex, self._linked = contention.host_dram_bandwidth, contention.duplex, contention.linked
         self._queues: dict[str, deque[TimedTask]] = defaultdict(deque)
-        self._under_way: dict[str, _UnderWay] = {}
+        self._under_way: dict[str, TimedTask] = {}
         """Running task of each busy stream."""
         self._free: dict[str, float] = {}
         self._blocked: dict[int, list[str]] = {}
@@ -94,51 +111,48 @@ class StreamClock:
     def _start(self) -> float:
         """Start what can start now; returns the submission time of the next task."""
         later = inf
-        for stream in sorted(self._idle):
+        for stream in sorted(self._idle) if len(self._idle) > 1 else [*self._idle]:
             piece = self._queues[stream][0]
             ready = piece.submitted
             for awaited in piece.waits:
-                if awaited.ended == inf:
+                ended = awaited.ended
+                if ended == inf:
                     self._blocked.setdefault(id(awaited), []).append(stream)
                     break
-                if awaited.ended > ready:
-                    ready = awaited.ended
+                if ended > ready:
+                    ready = ended
             else:
                 if piece.submitted > self._now:
                     later = min(later, piece.submitted)
                     continue
-                piece.began = self._now
-                due = max(self._free.get(stream, 0.0), piece.submitted)
-                piece.stalled = ready - due if ready > due else 0.0
-                self._under_way[stream] = _UnderWay(
-                    piece, piece.dram_rate, self._now, piece.seconds, self._now + piece.seconds
-                )
+                free = self._free.get(stream, 0.0)
+                idle_from = free if free > piece.submitted else piece.submitted
+                piece.stalled = ready - idle_from if ready > idle_from else 0.0
+                piece.begin(self._now)
+                self._under_way[stream] = piece
             self._idle.discard(stream)
         return later
 
     def _advance(self, latest: float) -> None:
         """Advance to the next end of a task, or to `latest`."""
-        busy = self._under_way
+        busy, blocked = self._under_way, self._blocked
         for stream, speed in self._speeds().items():
-            task = busy[stream]
-            if speed != task.speed:
-                task.go_on(self._now, speed)
-            if task.ends < latest:
-                latest = task.ends
+            piece = busy[stream]
+            if speed != piece.speed:
+                piece.go_on(self._now, speed)
+            if piece.due < latest:
+                latest = piece.due
         self._now = latest
-        for task in [task for task in busy.values() if task.ends <= latest]:
-            self._end(task.piece.stream, task.piece)
-
-    def _end(self, stream: str, piece: TimedTask) -> None:
-        piece.ended = self._free[stream] = self._now
-        piece.waits = ()  # frees finished tasks
-        del self._under_way[stream]
-        queue = self._queues[stream]
-        queue.popleft()
-        if queue:
-            self._idle.add(stream)
-        if id(piece) in self._blocked:
-            self._idle.update(self._blocked.pop(id(piece)))
+        for stream, piece in [(stream, piece) for stream, piece in busy.items() if piece.due <= latest]:
+            piece.ended = self._free[stream] = latest
+            piece.waits = ()  # frees finished tasks
+            del busy[stream]
+            queue = self._queues[stream]
+            queue.popleft()
+            if queue:
+                self._idle.add(stream)
+            if id(piece) in blocked:
+                self._idle.update(blocked.pop(id(piece)))
 
     def _speeds(self) -> dict[str, float]:
         """Speed of each busy stream, relative to running alone."""
@@ -169,21 +183,3 @@ class StreamClock:
                     speeds[stream] *= share
                     speeds["link"] = min(speeds["link"], share)
         return speeds
-
-
-@dataclass(slots=True)
-class _UnderWay:
-    """A running task: its remaining seconds when its speed last changed."""
-
-    piece: TimedTask
-    dram_rate: float
-    since: float
-    left: float
-    ends: float
-    speed: float = 1.0
-
-    def go_on(self, now: float, speed: float) -> None:
-        """Change its speed."""
-        self.left = max(0.0, self.left - (now - self.since) * self.speed)
-        self.since, self.speed = now, speed
-        self.ends = now + self.left / speed

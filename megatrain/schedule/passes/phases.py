@@ -11,7 +11,7 @@ from declared ranges like all others, so checker, replay and devices need no spe
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 
 from megatrain.schedule.contents import Content, Gradient, Weights
@@ -85,17 +85,20 @@ def _phases(
     through_graph = call.kind == "BACKWARD" and arrival.last_first and turn > 0
     sums_from = turn if call.kind == "BACKWARD" and not through_graph else 0
     shares = _shares(unit, call, arrival if turn else None, leaves)
+    weights = [access for access in call.reads if access.content == Weights(call.unit)]
+    sums = [access for access in call.reads if _is_gradient(access)]
+    others = [access for access in call.reads if not _is_gradient(access) and access not in weights]
+    totals = [access for access in call.writes if _is_gradient(access)]
     phases = []
     for phase, window in enumerate(windows):
-        weights = [access for access in call.reads if access.content == Weights(call.unit)]
-        reads = [access for access in call.reads if not _is_gradient(access) and access not in weights]
+        reads = [*others]
         reads += [access.between(access.start + a, access.start + b) for access in weights for a, b in window]
         writes = [access for access in call.writes if not _is_gradient(access)] if phase == count - 1 else []
-        for total in (access for access in call.writes if _is_gradient(access) and phase >= sums_from):
+        for total in totals if phase >= sums_from else ():
             done = max(0, phase - turn)
             left = leaves[done] if done < len(leaves) else None
             if phase == sums_from:
-                reads += [access for access in call.reads if access.buffer == total.buffer and _is_gradient(access)]
+                reads += [access for access in sums if access.buffer == total.buffer]
             else:
                 reads.append(_under_way(total, left.stop if left else total.stop))
             writes += _sums(total, left if phase >= turn else None, last=phase == count - 1)
@@ -191,7 +194,8 @@ def _sums(total: Access, left: Access | None, *, last: bool) -> list[Access]:
 
 def _under_way(total: Access, stop: int) -> Access:
     assert isinstance(total.content, Gradient)
-    return Access(total.buffer, total.start, stop, replace(total.content, changing=True))
+    unit, version, terms = total.content.unit, total.content.version, total.content.terms
+    return Access(total.buffer, total.start, stop, Gradient(unit, version, terms, changing=True))
 
 
 def _is_gradient(access: Access) -> bool:
@@ -224,13 +228,12 @@ def _products(unit: UnitSpec, ranges: Sequence[tuple[int, int]], arrival: Arriva
     """The share of each range of elements in the unit's matrix products; a matrix counts where its last part is
     reached."""
     last_first = arrival is not None and arrival.last_first
-    amounts = []
-    for start, stop in ranges:
-        amount = 0.0
-        for place, param in zip(layout_of(unit).fields, unit.params, strict=True):
-            if len(param.shape) > 1 and start <= (place.start if last_first else place.stop - 1) < stop:
-                amount += param.active * param.numel
-        amounts.append(amount)
+    matrices = [
+        (place.start if last_first else place.stop - 1, param.active * param.numel)
+        for place, param in zip(layout_of(unit).fields, unit.params, strict=True)
+        if len(param.shape) > 1
+    ]
+    amounts = [sum(amount for place, amount in matrices if start <= place < stop) for start, stop in ranges]
     total = sum(amounts)
     return [amount / total if total else 1 / len(ranges) for amount in amounts]
 

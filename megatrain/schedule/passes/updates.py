@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from megatrain.schedule.contents import CONTENT_OF, USED, Gradient, Scratch
-from megatrain.schedule.ops import Access, Buffer, Kind, Op, Stream, Use, declare
+from megatrain.schedule.ops import CALLS, Access, Buffer, Kind, Op, Stream, Use, declare
 from megatrain.schedule.passes.directions import Directions
 from megatrain.schedule.passes.gradients import Gradients
 from megatrain.schedule.passes.pieces import (
@@ -297,7 +297,7 @@ class Updates:
     def _home(self, unit: int, array: Array, piece: Piece, version: str, tier: Tier) -> Access:
         """Where a piece of an array is between steps, or waits for the update. The last piece has the frozen weights,
         too, as far as its tier writes them: so each part has one version."""
-        start, stop = (array.start + min(element, array.size) * array.nbytes for element in piece)
+        start, stop = [array.start + min(element, array.size) * array.nbytes for element in piece]
         if array.part is Part.GRADIENTS and tier != "disk":
             landed = self._gradients.landed(unit, version)
             return landed.between(landed.start + start, landed.start + stop)
@@ -314,6 +314,8 @@ def read_ahead(ops: Sequence[Op]) -> list[Op]:
     free: dict[str, int] = {}
     earliest = 0
     for index, op in enumerate(ops):
+        if op.kind in CALLS:
+            continue
         slots = {access.buffer for access in (*op.reads, *op.writes) if access.buffer.startswith(RING)}
         if op.kind == "READ" and slots:
             earliest = max([earliest, *(free.get(slot, 0) for slot in slots)])
