@@ -36,7 +36,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "one slot": {"weight_slots": 1, "grad_slots": 1, "activations": "recompute"},
     "mixed": {"activations_by_layer": (("offload", "graph"), ("input",), ("drop",)), "recompute_slots": 1},
     "by shard": {"wait_for": "shard", "weight_slots": 1},
-    "ring": {"wait_for": "shard", "read_ahead_nbytes": 8192, "activations": "recompute"},
+    "read-ahead": {"wait_for": "shard", "read_ahead_nbytes": 8192, "activations": "recompute"},
     "pinned staging": {"transfer": "staged", "pinned_staging_slots": 1},
     "resident": {"placements": (ON_DEVICE,) * 5},
     "disk": {"placements": (ON_DISK,) * 5},

@@ -344,7 +344,7 @@ def with_placements(question: Question, choice: Choice, micro_batch: int, in_hos
 def _awaited(model: ModelSpec, choice: Choice) -> float:
     """The share of the disk's work in the backward pass for which compute waits where memory is shared.
 
-    With one gradient slot a layer waits until that above has been updated. The ring has read its first pieces ahead.
+    With one gradient slot a layer waits until that above has been updated. The staging ring has its first pieces then.
     """
     if choice.policy.grad_slots > 1:
         return 0.0

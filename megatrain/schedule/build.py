@@ -36,7 +36,7 @@ from megatrain.schedule.passes.state_buffers import (
     state_name,
     whole_name,
 )
-from megatrain.schedule.passes.updates import Updates, read_ahead
+from megatrain.schedule.passes.updates import Updates, with_early_reads
 from megatrain.schedule.passes.weight_slots import WeightSlots
 from megatrain.schedule.passes.workspace import backward_nbytes, beside_nbytes, input_nbytes, loss_nbytes
 from megatrain.spec import ModelSpec, Numerics, Part, Policy, Work
@@ -178,7 +178,7 @@ class Builder:
 
     def _finished(self, ops: Sequence[Op]) -> Schedule:
         names = tuple(unit.name for unit in self.model.units)
-        whole = read_ahead(self.collectives.among(self.alive.offloaded(ops, [*self.sides.offloaded.values()])))
+        whole = with_early_reads(self.collectives.among(self.alive.offloaded(ops, [*self.sides.offloaded.values()])))
         placed = stage(stage(whole, self.staged), self.pinned_staging.from_drive)
         placed = stage(placed, self.pinned_staging.staged)
         return derive_waits(Schedule(tuple(placed), self.buffers, names))

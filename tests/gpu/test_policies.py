@@ -37,7 +37,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "chosen outputs": {"activations_by_layer": STORED},
     "chosen outputs, offloaded": {"activations_by_layer": (("offload_chosen", "offload_attention"),)},
     "gates by shards": {"wait_for": "shard", "weight_slots": 1, "activations_by_layer": MIXED},
-    "a ring": {"wait_for": "shard", "read_ahead_nbytes": 8192, "activations": "recompute"},
+    "a read-ahead": {"wait_for": "shard", "read_ahead_nbytes": 8192, "activations": "recompute"},
     "through slabs": {"transfer": "staged", "pinned_staging_slots": 1},
     "pageable": {"transfer": "pageable"},
     "kept on the device": {"placements": (CACHED,) * 5},

@@ -473,7 +473,7 @@ WAYS = {
     "not clipping": (Policy(update="during_backward"), None),
     "by shard": (SHARDS, 1.0),
     "gates and graphs": (replace(SHARDS, activations="keep", weight_slots=1), 1.0),
-    "ring": (replace(SHARDS, read_ahead_nbytes=4000, update="during_backward"), None),
+    "read-ahead": (replace(SHARDS, read_ahead_nbytes=4000, update="during_backward"), None),
 }
 
 

@@ -18,7 +18,7 @@ from megatrain.schedule import Schedule, Use, build_step, check
 from megatrain.spec import IN_HOST, Limits, Numerics, Placement, Precision, Transfer, WaitFor, Work
 from megatrain.spec.layout import layout_of
 from tests.integration.test_phased_calls import SMALL, engine, plainest, results
-from tests.integration.test_ring import KEPT
+from tests.integration.test_read_ahead import KEPT
 from tests.small import small_spec
 from tests.tiny import batch, equal, tiny_model
 

@@ -88,7 +88,7 @@ def known(engine: Engine) -> Iterator[Schedule]:
     grad_slots=st.integers(1, 3),
     shard=st.sampled_from([9_000, 60_000, 1 << 20]),
     wait_for=st.sampled_from(["unit", "shard"]),
-    ring=st.sampled_from([0, 0, 6000]),
+    ahead=st.sampled_from([0, 0, 6000]),
     activations=st.sampled_from([(), (("graph",),), (("offload", "input"), ("drop",)), (("offload_chosen",),)]),
     update=st.sampled_from(["next_forward", "during_backward"]),
     placements=st.sampled_from([(), (Placement(), CACHED, Placement(), RESIDENT, Placement())]),
@@ -104,7 +104,7 @@ def test_device_updates_give_the_bits_of_host_updates(
     grad_slots: int,
     shard: int,
     wait_for: str,
-    ring: int,
+    ahead: int,
     activations: tuple[tuple[str, ...], ...],
     update: str,
     placements: tuple[Placement, ...],
@@ -120,7 +120,7 @@ def test_device_updates_give_the_bits_of_host_updates(
         grad_slots=grad_slots,
         shard_nbytes=shard,
         wait_for=wait_for,  # type: ignore[arg-type]
-        read_ahead_nbytes=ring,
+        read_ahead_nbytes=ahead,
         activations_by_layer=activations,  # type: ignore[arg-type]
         update=update,  # type: ignore[arg-type]
         placements=placements,

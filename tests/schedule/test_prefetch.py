@@ -13,7 +13,7 @@ from megatrain.schedule import Op, Schedule, Use, build_forward, build_step, che
 from megatrain.schedule.build import Builder
 from megatrain.schedule.passes.phases import Arrival, _last_phases
 from megatrain.schedule.passes.prefetch import READ_AHEAD, Prefetch, Visit
-from megatrain.schedule.passes.weight_slots import RING as RING_BUFFER
+from megatrain.schedule.passes.weight_slots import ONE_BUFFER
 from megatrain.spec import IN_HOST, ModelSpec, Numerics, ParamSpec, Placement, Policy, UnitSpec, WaitFor, Work
 from megatrain.spec.layout import layout_of
 from megatrain.testing import surviving_waits
@@ -22,7 +22,7 @@ from tests.small import small_spec
 
 LAYER, ENDS = 2 * 3 * 128, 2 * (64 * 8 + 32)
 """Bytes of a layer of `small_spec`, and of the larger of its ends."""
-RING = Policy(shard_nbytes=256, wait_for="shard", read_ahead_nbytes=256)
+AHEAD = Policy(shard_nbytes=256, wait_for="shard", read_ahead_nbytes=256)
 
 
 @given(
@@ -35,7 +35,7 @@ RING = Policy(shard_nbytes=256, wait_for="shard", read_ahead_nbytes=256)
     tied=st.booleans(),
     pending=st.booleans(),
 )
-def test_ring_schedules_pass_the_checker(
+def test_read_ahead_schedules_pass_the_checker(
     policy: Policy,
     wait_for: WaitFor,
     ahead: int,
@@ -46,10 +46,10 @@ def test_ring_schedules_pass_the_checker(
     pending: bool,
 ) -> None:
     of, before = small_spec(layers, tied), "all" if pending and policy.update == "next_forward" else "none"
-    ring = replace(policy, wait_for=wait_for, read_ahead_nbytes=ahead, activations_by_layer=rows[:layers])  # type: ignore[arg-type]
-    step = build_step(of, Numerics(), ring, work, before)  # type: ignore[arg-type]
+    one_slot = replace(policy, wait_for=wait_for, read_ahead_nbytes=ahead, activations_by_layer=rows[:layers])  # type: ignore[arg-type]
+    step = build_step(of, Numerics(), one_slot, work, before)  # type: ignore[arg-type]
     check(step)
-    check(build_forward(of, Numerics(), ring, work))
+    check(build_forward(of, Numerics(), one_slot, work))
     plain = build_step(of, Numerics(), replace(policy, activations_by_layer=rows[:layers]), work, before)  # type: ignore[arg-type]
     fetched = [{(op.unit, op.nbytes) for op in each.ops if op.kind == "FETCH"} for each in (step, plain)]
     assert {unit for unit, _ in fetched[0]} == {unit for unit, _ in fetched[1]}
@@ -59,7 +59,7 @@ def test_ring_schedules_pass_the_checker(
         places = {
             each.name: each.nbytes for each in step.buffers.values() if each.use in (Use.WEIGHT_SLOTS, Use.READ_AHEAD)
         }
-        assert places.pop(RING_BUFFER) == max(layer, ends)
+        assert places.pop(ONE_BUFFER) == max(layer, ends)
         assert places.pop(READ_AHEAD, 0) <= min(ahead, layer)
         assert not places
 
@@ -67,8 +67,8 @@ def test_ring_schedules_pass_the_checker(
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_every_missing_wait_is_detected(activations: str, micro_batches: int) -> None:
-    ring = replace(RING, activations=activations)  # type: ignore[arg-type]
-    assert surviving_waits(build_step(small_spec(2), Numerics(), ring, Work((4,) * micro_batches), "all")) == []
+    one_slot = replace(AHEAD, activations=activations)  # type: ignore[arg-type]
+    assert surviving_waits(build_step(small_spec(2), Numerics(), one_slot, Work((4,) * micro_batches), "all")) == []
 
 
 def weights_nbytes(schedule: Schedule) -> int:
@@ -76,12 +76,12 @@ def weights_nbytes(schedule: Schedule) -> int:
     return sum(each.nbytes for each in schedule.buffers.values() if each.use in (Use.WEIGHT_SLOTS, Use.READ_AHEAD))
 
 
-def test_ring_weights_take_one_unit_and_the_read_ahead() -> None:
-    """The largest unit: here the head, which comes into the place of the layers. Without a ring it has its own."""
+def test_weights_take_one_unit_and_the_read_ahead() -> None:
+    """The largest unit: here the head, which comes into the place of the layers. Without one it has its own."""
     work = Work((4, 4))
-    assert weights_nbytes(build_step(small_spec(4), Numerics(), RING, work)) == ENDS + RING.read_ahead_nbytes
+    assert weights_nbytes(build_step(small_spec(4), Numerics(), AHEAD, work)) == ENDS + AHEAD.read_ahead_nbytes
     assert (
-        weights_nbytes(build_step(small_spec(4), Numerics(), replace(RING, read_ahead_nbytes=0), work))
+        weights_nbytes(build_step(small_spec(4), Numerics(), replace(AHEAD, read_ahead_nbytes=0), work))
         == ENDS + 2 * LAYER
     )
 
@@ -91,10 +91,10 @@ def test_ring_weights_take_one_unit_and_the_read_ahead() -> None:
 def test_resident_embeddings_and_heads_have_no_place_in_the_ring(stays: str, tied: bool) -> None:
     of = small_spec(3, tied)
     placements = tuple(Placement(weights="device") if unit.kind == stays else IN_HOST for unit in of.units)
-    step = build_step(of, Numerics(), replace(RING, placements=placements), Work((4,)))
+    step = build_step(of, Numerics(), replace(AHEAD, placements=placements), Work((4,)))
     check(step)
     first, layer, *_, last = (layout_of(unit).size * Numerics().weight_nbytes for unit in of.units)
-    assert step.buffers[RING_BUFFER].nbytes == max(layer, last if stays == "prologue" else first)
+    assert step.buffers[ONE_BUFFER].nbytes == max(layer, last if stays == "prologue" else first)
     fetched = [op.unit for op in step.ops if op.kind == "FETCH" and op.shard == 0]
     assert fetched.count(0 if stays == "prologue" else of.epilogue) == 1
     assert stays == "prologue" or fetched.count(0) == 2 + tied  # forward, a tied head, backward
@@ -104,13 +104,13 @@ def test_the_head_is_fetched_into_places_freed_by_the_top_layer() -> None:
     """Its slot is met here for the first time."""
     of = small_spec(3, tied=True)
     placements = tuple(Placement(weights="device") if unit.kind == "prologue" else IN_HOST for unit in of.units)
-    for policy in (RING, replace(RING, placements=placements)):
+    for policy in (AHEAD, replace(AHEAD, placements=placements)):
         names = [op.name for op in build_step(of, Numerics(), policy, Work((4,))).ops]
         meanwhile = names[names.index("FORWARD u3 m0 s0") - 2 : names.index("FORWARD u3 m0 s2")]
         assert any(name.startswith(("FETCH u0", f"FETCH u{of.epilogue}")) for name in meanwhile), policy
 
 
-def test_a_ring_is_as_fast_as_two_slots_and_one_slot_is_not() -> None:
+def test_a_read_ahead_is_as_fast_as_two_slots_and_one_slot_is_not() -> None:
     def price(op: Op) -> float:
         return {"FETCH": 1.0, "FORWARD": 3.0, "BACKWARD": 6.0, "PLACE": 0.01}.get(op.kind, 0.0) * op.share
 
@@ -119,15 +119,15 @@ def test_a_ring_is_as_fast_as_two_slots_and_one_slot_is_not() -> None:
         took = {
             name: replay(build_step(small_spec(12), Numerics(), policy, work), price).seconds
             for name, policy in {
-                "ring": RING,
-                "two slots": replace(RING, read_ahead_nbytes=0),
-                "one slot": replace(RING, read_ahead_nbytes=0, weight_slots=1),
-                "whole units": replace(RING, wait_for="unit"),
+                "read-ahead": AHEAD,
+                "two slots": replace(AHEAD, read_ahead_nbytes=0),
+                "one slot": replace(AHEAD, read_ahead_nbytes=0, weight_slots=1),
+                "whole units": replace(AHEAD, wait_for="unit"),
             }.items()
         }
-        assert took["ring"] <= 1.05 * took["two slots"], took
+        assert took["read-ahead"] <= 1.05 * took["two slots"], took
         assert took["one slot"] > 1.1 * took["two slots"], took
-        assert took["ring"] < took["whole units"], took
+        assert took["read-ahead"] < took["whole units"], took
 
 
 def test_a_shard_is_released_after_its_last_read() -> None:
@@ -145,7 +145,7 @@ def test_a_shard_is_released_after_its_last_read() -> None:
     assert last(frozen="matrix") == [4] * 5
 
 
-@pytest.mark.parametrize("policy", [Policy(shard_nbytes=16), replace(RING, shard_nbytes=16, read_ahead_nbytes=1024)])
+@pytest.mark.parametrize("policy", [Policy(shard_nbytes=16), replace(AHEAD, shard_nbytes=16, read_ahead_nbytes=1024)])
 def test_placing_fetches_is_linear_in_shards(policy: Policy) -> None:
     """Where nothing is slower than linear, four times the shards take four times the calls of functions."""
 

@@ -137,7 +137,7 @@ def stock_gradients_or_none(model: nn.Module, batches: Sequence[dict[str, Tensor
 
 
 POLICIES: dict[str, Policy] = {
-    "ring": replace(SMALL, wait_for="shard", read_ahead_nbytes=4096, weight_slots=1),
+    "read-ahead": replace(SMALL, wait_for="shard", read_ahead_nbytes=4096, weight_slots=1),
     "by shard": replace(SMALL, wait_for="shard", weight_slots=1),
     "kept": replace(SMALL, activations="keep", grad_slots=1),
     "rounds": replace(SMALL, micro_batches_per_round=1),

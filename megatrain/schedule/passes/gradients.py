@@ -8,7 +8,7 @@ device that computes in host memory, a gradient of the right dtype is summed in 
 
 A gradient leaves shard by shard. It waits for the norm in its own buffer (`state_buffers`); if it is used as it
 lands, it passes through a few shared buffers; on its way to the disk, or beside state that comes from there, it passes
-through the ring of pieces (`updates`). With rounds, the sum of one round is set aside and continued in the
+through the staging ring (`updates`). With rounds, the sum of one round is set aside and continued in the
 next, so terms are summed in the same order as in a single round. Updates are made in `build`.
 """
 

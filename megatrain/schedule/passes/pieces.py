@@ -1,9 +1,9 @@
 """Cuts the trained elements of a unit into pieces, which are read, updated and written one after the other.
 
-State on the disk, whichever parts of it are there, passes through a small ring of slots in host memory, a piece in each
-slot. So the host memory that the disk tier needs hardly grows with the units. Blocks of the disk end where these pieces
-do and keep their ends, so these pieces depend on nothing that may change during a run. Pieces of streamed updates pass
-through device memory instead, and may be as small as shards (`updates`).
+State on the disk, whichever parts of it are there, passes through the staging ring, a few slots in host memory with a
+piece in each. So the host memory that the disk tier needs hardly grows with the units. Blocks of the disk end where
+these pieces do and keep their ends, so these pieces depend on nothing that may change during a run. Pieces of streamed
+updates pass through device memory instead, and may be as small as shards (`updates`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LEAST_NUMEL = 1 << 10
 """Elements of the smallest streamed piece, however small shards are; a multiple of `ALIGNMENT`."""
 
 SLOTS = 3
-"""Slots of a ring: one is filled while another is updated or leaves; the third absorbs delays."""
+"""Slots that pieces take in turn: one is filled while another is updated or leaves; the third absorbs delays."""
 
 STATE_NBYTES, LOW_BITS_NBYTES = 4, 2
 """Bytes of an element in each array that the optimizer keeps, and of the other half of a master."""

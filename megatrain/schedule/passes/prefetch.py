@@ -4,7 +4,7 @@ A *visit* is one unit's turn on the compute stream. Among several slots, the one
 overwritten (Belady, 1966). With two slots for layers, each layer is fetched while the one before computes; if that is
 a backward visit that reloads offloaded inputs or outputs, its calls and the fetches take turns.
 
-With `Policy.read_ahead_nbytes` there is one slot for all units, plus a ring of shards, the *read-ahead*. While a
+With `Policy.read_ahead_nbytes` there is one slot for all units, and a buffer of shards, the *read-ahead*. While a
 layer computes, the first shards of the next arrive in the read-ahead, and a PLACE on the compute stream copies each
 to its place in the slot when that is free. The other shards are fetched straight into the slot once their place is
 given up: at the end of the visit, or, if compute waits for shards, piece by piece during its last call (`phases`).
@@ -244,7 +244,7 @@ class Prefetch:
 
     def _reads_ahead(self, visit: Visit) -> bool:
         """Whether shards of this visit may arrive before its slot is free."""
-        through = self._slots.in_ring and self._model.units[visit.unit].kind == "layer"
+        through = self._slots.in_one_buffer and self._model.units[visit.unit].kind == "layer"
         return through and not self._slots.stays(visit.unit) and bool(self._before(visit))
 
     def _before(self, visit: Visit) -> list[int]:

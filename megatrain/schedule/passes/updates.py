@@ -1,4 +1,4 @@
-"""Makes the ops that update units: whole and in place, or in pieces that pass through a ring of slots.
+"""Makes the ops that update units: whole and in place, or in pieces that pass through slots.
 
 State on the disk passes through host memory: READ fills a slot with a piece of what is on the disk, UPDATE changes it
 there and the rest of the piece in place, WRITE takes it home. A few pieces are in progress at a time.
@@ -306,7 +306,7 @@ class Updates:
         return Access(state_name(tier, array.part, unit), start, stop, CONTENT_OF[array.part](unit, version))
 
 
-def read_ahead(ops: Sequence[Op]) -> list[Op]:
+def with_early_reads(ops: Sequence[Op]) -> list[Op]:
     """The ops with each READ of a piece as soon as its slot is free, so that the disk works ahead of the updates."""
     if not any(op.kind == "READ" for op in ops):
         return list(ops)

@@ -4,7 +4,7 @@ A unit is in a slot as a whole: parameters are views at fixed offsets of one buf
 code does not notice. Layers have their own slots; the ends (prologue and epilogue) share one, or have one each if the
 head is tied to the prologue and needs it. Units that stay on the device have slots of their own.
 
-A read-ahead (`Policy.read_ahead_nbytes`) is for tight memory: all slots then overlap in one buffer, the *ring*, as
+A read-ahead (`Policy.read_ahead_nbytes`) is for tight memory: all slots then overlap in one buffer, as
 large as the largest. Embedding and head are often larger than a layer, so a model's weights take one unit plus the
 read-ahead. In return the first layer waits for the end of the embedding, the head for that of the top layer, and
 the top layer is fetched twice.
@@ -24,7 +24,7 @@ from megatrain.schedule.passes.state_buffers import state_name
 from megatrain.spec import ModelSpec, Numerics, Part, Policy
 from megatrain.spec.layout import Layout
 
-RING = "device/weight_slots/ring"
+ONE_BUFFER = "device/weight_slots/all"
 IN_SLOT = "(a slot)"
 """Placeholder for the slot of weights (of `Weights.unit`) until their visit has one."""
 
@@ -82,13 +82,13 @@ class WeightSlots:
         return self.stays(unit) and self.policy.placement(unit).on_device
 
     @property
-    def in_ring(self) -> bool:
+    def in_one_buffer(self) -> bool:
         """Whether all slots are in one buffer."""
         return self.policy.read_ahead_nbytes > 0
 
     def again_for_head(self) -> bool:
         """Whether the prologue, which a tied head needs, has been overwritten by then."""
-        return self.in_ring and self.model.tied and not self.policy.shares_memory and not self.stays(0)
+        return self.in_one_buffer and self.model.tied and not self.policy.shares_memory and not self.stays(0)
 
     def _declared(self, unit: int) -> list[str]:
         if self.stays(unit):
@@ -112,7 +112,7 @@ class WeightSlots:
         return max(self._nbytes(layer) for layer in self.model.streamed if not self.stays(layer))
 
     def _declare(self, slot: str, start: int, nbytes: int) -> str:
-        buffer = RING if self.in_ring else slot
+        buffer = ONE_BUFFER if self.in_one_buffer else slot
         if slot not in self._spans:
             self._sharing[buffer].append(slot)
         self._spans[slot] = Span(buffer, start, start + nbytes)

@@ -1,7 +1,7 @@
 """One slot and a read-ahead against whole slots, by replay: device bytes of weights, and the time of a step.
 
-    python -m bench.ring [--tokens N] [--layers N]
-    python -m bench.ring --plans [--docs FOLDER]
+    python -m bench.read_ahead [--tokens N] [--layers N]
+    python -m bench.read_ahead --plans [--docs FOLDER]
 
 An 8B shape in bf16 on an H200 as it is described, 4,096 tokens a sequence, in 1, 2 and 8 micro-batches of one sequence
 each unless `--tokens` says otherwise, with inputs kept (layers are computed again) and with graphs kept. Nothing here
@@ -9,7 +9,7 @@ is measured: each number is a schedule of ours at a described machine's prices. 
 of infinite speed stands beside it.
 
 The second is what the planner makes of it: the least device memory of a step, and the quickest plan on small devices,
-with a ring allowed and without, for an 8B, a 70B and a mixture of experts; it fills the tables of
+with a read-ahead allowed and without, for an 8B, a 70B and a mixture of experts; it fills the tables of
 docs/benchmarks/planning.md.
 """
 
@@ -36,9 +36,9 @@ POLICIES: dict[str, Policy] = {
     "two slots": replace(SHARDED, wait_for="unit"),
     "two slots, by shard": SHARDED,
     "one slot, by shard": replace(SHARDED, weight_slots=1),
-    "ring, 64 MiB ahead": replace(SHARDED, read_ahead_nbytes=64 * MIB),
-    "ring, 128 MiB ahead": replace(SHARDED, read_ahead_nbytes=128 * MIB),
-    "ring, 256 MiB ahead": replace(SHARDED, read_ahead_nbytes=256 * MIB),
+    "one slot, 64 MiB ahead": replace(SHARDED, read_ahead_nbytes=64 * MIB),
+    "one slot, 128 MiB ahead": replace(SHARDED, read_ahead_nbytes=128 * MIB),
+    "one slot, 256 MiB ahead": replace(SHARDED, read_ahead_nbytes=256 * MIB),
 }
 
 
@@ -105,7 +105,7 @@ def _by_expert(param: ParamSpec) -> ParamSpec:
 
 
 def plans() -> dict[str, list[str]]:
-    least = ["| model | least device memory, without | with a ring |", "|---|---|---|"]
+    least = ["| model | least device memory, without | with a read-ahead |", "|---|---|---|"]
     quickest = ["| model | device | without | with | gain | micro-batch | chosen |", "|---|---|---|---|---|---|---|"]
     for name, model in planned_shapes().items():
         hardware = replace(machine("rtx-4090"), host_nbytes=ENOUGH_HOST)
@@ -135,7 +135,7 @@ def _row(without: Plan | None, chosen: Plan | None) -> str:
     gain, ahead = "", chosen.policy.read_ahead_nbytes if chosen else 0
     if without and chosen and ahead:
         gain = f"{without.seconds / chosen.seconds - 1:.1%}"
-    return f"{' | '.join(speeds)} | {gain} | {sizes} | {f'ring, {ahead / MIB:,.0f} MiB ahead' if ahead else 'slots'}"
+    return f"{' | '.join(speeds)} | {gain} | {sizes} | {f'{ahead / MIB:,.0f} MiB ahead' if ahead else 'slots'}"
 
 
 def main() -> int:
@@ -149,7 +149,7 @@ def main() -> int:
     if arguments.plans:
         tables, page = plans(), arguments.docs / "planning.md"
         if page.exists():
-            page.write_text(filled(page.read_text(), tables, "bench.ring"))
+            page.write_text(filled(page.read_text(), tables, "bench.read_ahead"))
         print("\n".join(chain.from_iterable(tables.values())))
         return 0
     print("\n".join(rows(arguments.layers, arguments.tokens, arguments.micro_batches)))

@@ -13,7 +13,7 @@ from megatrain.engine.resumable_call import ResumableCall
 from megatrain.errors import MegaTrainError, ScheduleError
 from megatrain.schedule import CALLS
 from megatrain.schedule.passes import phases
-from megatrain.schedule.passes.weight_slots import RING as RING_BUFFER
+from megatrain.schedule.passes.weight_slots import ONE_BUFFER
 from megatrain.spec import IN_HOST, Keep, Numerics, Placement, Precision, Transfer, WaitFor
 from megatrain.spec.layout import layout_of
 from megatrain.testing import SimDevice
@@ -31,7 +31,7 @@ from tests.integration.test_phased_calls import (
 from tests.kinds import stock_model, tiny_config
 from tests.tiny import equal, unequal_batches
 
-RING = replace(PHASED, read_ahead_nbytes=4096)
+AHEAD = replace(PHASED, read_ahead_nbytes=4096)
 KEPT: dict[str, tuple[tuple[Keep, ...], ...]] = ROWS | {"dropped": (("input",), ("drop",), ("drop",))}
 
 
@@ -50,7 +50,7 @@ KEPT: dict[str, tuple[tuple[Keep, ...], ...]] = ROWS | {"dropped": (("input",), 
     resident=st.booleans(),
     seed=st.integers(0, 10**6),
 )
-def test_a_ring_of_shards_changes_no_bit(
+def test_a_read_ahead_changes_no_bit(
     family: str,
     precision: Precision,
     rows: str,
@@ -88,7 +88,7 @@ def test_a_ring_of_shards_changes_no_bit(
 def test_frozen_shards_stay_until_the_end_of_a_call(frozen: tuple[str, ...]) -> None:
     batches = unequal_batches(2)
     found = []
-    for device, policy in (("cpu", Policy(shares_memory=True)), ("sim:3", RING)):
+    for device, policy in (("cpu", Policy(shares_memory=True)), ("sim:3", AHEAD)):
         with engine(device, policy, "llama", frozen) as made:
             losses = [made.step(batches).loss for _ in range(2)]
             found.append((losses, made.master_weights()))
@@ -96,20 +96,20 @@ def test_frozen_shards_stay_until_the_end_of_a_call(frozen: tuple[str, ...]) -> 
     assert equal(found[0][1], found[1][1])
 
 
-def test_the_ring_holds_one_unit_and_the_read_ahead() -> None:
-    with engine("sim:2", RING, "llama") as made:
+def test_one_slot_and_the_read_ahead_hold_one_unit_and_the_first_shards() -> None:
+    with engine("sim:2", AHEAD, "llama") as made:
         made.step(unequal_batches(2))
         spec, held = made.structure, made.diagnostics.memory_table()
     ahead = held["device", "read-ahead"]
     assert held["device", "weight slots"] == 4 * max(layout_of(unit).size for unit in spec.units)
-    assert 0.5 * RING.read_ahead_nbytes < ahead <= RING.read_ahead_nbytes
+    assert 0.5 * AHEAD.read_ahead_nbytes < ahead <= AHEAD.read_ahead_nbytes
 
 
 def test_shards_are_fetched_into_places_freed_by_the_running_layer() -> None:
     """On a device that computes only when nothing else can run."""
     device = SimDevice(temperament="starve")
     device._starved = "compute"
-    with engine(device, replace(RING, activations_by_layer=(("input",),)), "llama") as made:
+    with engine(device, replace(AHEAD, activations_by_layer=(("input",),)), "llama") as made:
         made.gradients(unequal_batches(2))
     for last, following in (("FORWARD u1 m0", "FETCH u2"), ("BACKWARD u2 m1", "FETCH u1")):
         turns = [i for i, name in enumerate(device.order) if name.startswith(last)]
@@ -120,7 +120,7 @@ def test_shards_are_fetched_into_places_freed_by_the_running_layer() -> None:
 
 def test_a_ring_place_is_filled_by_one_shard() -> None:
     shards = SimDevice(6, cost=lambda task: float(task.name.startswith("FETCH")))
-    with engine(shards, replace(RING, shard_nbytes=1000), "llama") as made:
+    with engine(shards, replace(AHEAD, shard_nbytes=1000), "llama") as made:
         made.gradients(unequal_batches(1))
         timeline = made.parts.streamer.timeline
     assert timeline is not None
@@ -134,7 +134,7 @@ def test_a_ring_place_is_filled_by_one_shard() -> None:
 def test_weights_read_without_waiting_are_detected(rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ResumableCall, "before_reads", lambda self, ranges: None)
     with (
-        engine("sim:1", replace(RING, activations_by_layer=ROWS[rows]), "llama") as made,
+        engine("sim:1", replace(AHEAD, activations_by_layer=ROWS[rows]), "llama") as made,
         pytest.raises(MegaTrainError, match="nan"),
     ):
         made.step(unequal_batches(1))
@@ -145,7 +145,7 @@ def test_reads_after_release_name_the_weight(device: str, monkeypatch: pytest.Mo
     """As if a layer read a weight again that the recorded reads had seen it finish with."""
     honest = phases._last_phases
     monkeypatch.setattr(phases, "_last_phases", lambda unit, arrival: [max(0, p - 2) for p in honest(unit, arrival)])
-    with engine(device, RING, "llama") as made:
+    with engine(device, AHEAD, "llama") as made:
         with pytest.raises(ScheduleError, match=r"proj\.weight is read again .*read_ahead_nbytes=0"):
             made.step(unequal_batches(2))
         assert not calls_under_way()
@@ -161,7 +161,7 @@ def test_reads_after_release_name_the_weight(device: str, monkeypatch: pytest.Mo
     ],
 )
 def test_a_failure_is_raised_and_leaves_nothing_behind(at: str) -> None:
-    a_step_fails_and_is_done_again(RING, at)
+    a_step_fails_and_is_done_again(AHEAD, at)
 
 
 def test_an_engine_switches_to_a_ring_and_back_between_steps() -> None:
@@ -173,7 +173,7 @@ def test_an_engine_switches_to_a_ring_and_back_between_steps() -> None:
         for ahead in (0, 4096, 1000, 0):
             made.adopt(replace(made.policy, read_ahead_nbytes=ahead))
             losses.append(made.step(batches).loss)
-            assert (RING_BUFFER in made.parts.store.pool.buffers) == (ahead > 0)
+            assert (ONE_BUFFER in made.parts.store.pool.buffers) == (ahead > 0)
     assert losses == expected
 
 
@@ -205,7 +205,7 @@ def test_a_tied_head_reloads_the_embedding_beside_its_weights(rows: str, wait_fo
     with engine("cpu", Policy(shares_memory=True), "llama-tied") as made:
         expected = [made.step(batches).loss for _ in range(3)], made.master_weights()
     with engine(
-        "sim:7", replace(RING, wait_for=wait_for, shard_nbytes=2000, activations_by_layer=kept), "llama-tied"
+        "sim:7", replace(AHEAD, wait_for=wait_for, shard_nbytes=2000, activations_by_layer=kept), "llama-tied"
     ) as made:
         found = [made.step(batches).loss for _ in range(3)], made.master_weights()
         fetched = [op.unit for op in next(iter(made.parts.schedules.known.values())).ops if op.kind == "FETCH"]
@@ -215,7 +215,7 @@ def test_a_tied_head_reloads_the_embedding_beside_its_weights(rows: str, wait_fo
 
 
 def test_a_layer_that_waits_for_shards_is_still_one_call() -> None:
-    with engine("sim:4", RING, "llama") as made:
+    with engine("sim:4", AHEAD, "llama") as made:
         made.step(unequal_batches(1))
         ops = next(iter(made.parts.schedules.known.values())).ops
     kinds = [op.kind for op in ops if op.stream == "compute"]
@@ -226,7 +226,7 @@ def test_what_an_autograd_function_in_python_saves_is_not_read() -> None:
     """BLOOM's activation is such a function (as is PhiMoE's router), and function modes see what it saves."""
     model = stock_model(tiny_config("bloom"), 0)
     numerics, found = Numerics("fp32", loss_chunk_tokens=5), []
-    for device, policy in (("cpu", Policy(shares_memory=True)), ("sim:3", replace(RING, activations="keep"))):
+    for device, policy in (("cpu", Policy(shares_memory=True)), ("sim:3", replace(AHEAD, activations="keep"))):
         with Engine.from_model(model, device, numerics=numerics, policy=policy, verify=False) as made:
             found.append(made.gradients(unequal_batches(2)))
     assert equal(*found)
