@@ -1,10 +1,10 @@
 """Measures the CPU time and the peak memory that running `megatrain plan` itself takes, for a few built-in models.
 
-    python -m bench.planner_cost [MODEL ...]
+    python -m bench.planner_cost [MODEL ...] [--tokens-per-step N]
 
 Each is planned in a process of its own, imports included, for an RTX 4090 with 64 GB of host memory and a disk, and for
 an H200: until the plan is shown, and until the end, when what would help has been looked at, too. It leaves out time by
-the clock, which other processes decide too.
+the clock, which other processes decide too. To compare builds whose defaults differ, name the tokens.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ MODELS = (
 MACHINES = {"RTX 4090, 64 GB and a disk": ("rtx-4090", "64GB"), "H200": ("h200", None)}
 
 
-def planned(model: str, machine: str, host: str | None) -> tuple[float, float, float]:
+def planned(model: str, machine: str, host: str | None, tokens: str | None = None) -> tuple[float, float, float]:
     """Processor seconds until the first line is shown and until the end, and peak GB, of one `megatrain plan` of an
     empty home folder, whether or not the model fits."""
     arguments = [sys.executable, "-m", "megatrain", "plan", model, "--hardware", machine]
     arguments += ["--host-memory", host] if host else []
+    arguments += ["--tokens-per-step", tokens] if tokens else []
     with tempfile.TemporaryDirectory() as home:
         surroundings = {**os.environ, "HOME": home}
         child = subprocess.Popen(arguments, env=surroundings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -46,10 +47,12 @@ def planned(model: str, machine: str, host: str | None) -> tuple[float, float, f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=MODELS)
+    parser.add_argument("--tokens-per-step")
+    arguments = parser.parse_args()
     print("| model | machine | until the plan is shown | until the end | peak memory |\n|---|---|---|---|---|")
-    for model in parser.parse_args().models:
+    for model in arguments.models:
         for words, (machine, host) in MACHINES.items():
-            shown, whole, peak = planned(model, machine, host)
+            shown, whole, peak = planned(model, machine, host, arguments.tokens_per_step)
             print(f"| {model} | {words} | {shown:.1f} s | {whole:.1f} s | {peak:.2f} GB |", flush=True)
 
 
