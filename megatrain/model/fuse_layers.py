@@ -54,8 +54,8 @@ TOLERANCE = 2e-6
 ROWS = (3, 5)
 SCALES = (1e-4, 1e-3, 1.0, 30.0, 1e4)
 """Of inputs: the smallest tell the epsilon of a norm, the largest a limit."""
-WIDTH = 24
-"""Channels of a norm that any number would do for."""
+WIDTH, OTHER_WIDTH = 24, 40
+"""Channels of what any number would do for; a norm without a weight must be the same for both."""
 EPSILONS = (1e-6, 1e-5, 1e-8, 1e-12, torch.finfo(torch.float32).eps, 0.0)
 FORWARD, GATE = "forward", "_apply_gate"
 """Methods that are replaced; the second is what the library's stacked experts call between their two products."""
@@ -150,6 +150,8 @@ class _Norm(_Fused):
     plain: Callable[..., Any]
     weight: str | None
     """Name of its parameter."""
+    width: int | None
+    """Channels of the weight."""
     forms: Mapping[int, _NormForm]
     """By how many tensors it is called with: x, or x and a gate."""
 
@@ -159,7 +161,9 @@ class _Norm(_Fused):
         return "RMS norm" if self.forms[1].rule else "layer norm"
 
     def fits(self, *args: Any) -> bool:
-        return len(args) in self.forms and all(isinstance(x, Tensor) and x.shape == args[0].shape for x in args)
+        if len(args) not in self.forms or not all(isinstance(x, Tensor) and x.shape == args[0].shape for x in args):
+            return False
+        return self.width is None or args[0].shape[-1] == self.width  # other channels may share the weight
 
     def compute(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         rule, eps, groups = self.forms[1 if gate is None else 2]
@@ -174,9 +178,12 @@ def _norm_of(module: nn.Module) -> _Fused | None:
     parameters = list(module.named_parameters())
     if type(module).__module__.startswith("torch.") or len(parameters) > 1 or any(p.dim() != 1 for _, p in parameters):
         return None
-    name, width = (parameters[0][0], parameters[0][1].numel()) if parameters else (None, WIDTH)
-    forms = {count: form for count in (1, 2) if (form := _norm_form(module, name, width, count)) is not None}
-    return _Norm(module, module.forward, name, forms) if forms else None
+    name, width = (parameters[0][0], parameters[0][1].numel()) if parameters else (None, None)
+    forms = {count: form for count in (1, 2) if (form := _norm_form(module, name, width or WIDTH, count)) is not None}
+    if width is None:
+        others = {count: _norm_form(module, name, OTHER_WIDTH, count) for count in forms}
+        forms = {count: form for count, form in forms.items() if form == others[count]}
+    return _Norm(module, module.forward, name, width, forms) if forms else None
 
 
 def _norm_form(module: nn.Module, name: str | None, width: int, count: int) -> _NormForm | None:
@@ -184,6 +191,8 @@ def _norm_form(module: nn.Module, name: str | None, width: int, count: int) -> _
     draw = torch.Generator().manual_seed(0)
     weights = {} if name is None else {name: torch.randn(width, generator=draw)}
     inputs = [scale * torch.randn(*ROWS, width, generator=draw) + scale / 2 for scale in SCALES]
+    for x in inputs:
+        x[0, 0] = 0  # of which a norm without an epsilon makes no number
     gate = 3 * torch.randn(*ROWS, width, generator=draw)
     calls = [(x, gate if scale >= 1 else 10 * gate)[:count] for x, scale in zip(inputs, SCALES, strict=True)]
     low = [[x.bfloat16() for x in calls[2]], [inputs[2], gate.bfloat16()]][:count]

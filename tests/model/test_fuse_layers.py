@@ -94,6 +94,7 @@ def normed(x: Tensor, eps: float = 1e-6) -> Tensor:
         "in float32": (lambda x, w: w.float() * normed(x.float()), None),
         "another epsilon than it says": (lambda x, w: w * normed(x, 3e-6), None),
         "epsilon outside of the root": (lambda x, w: w * x / (x.pow(2).mean(-1, keepdim=True).sqrt() + 1e-6), None),
+        "a least root": (lambda x, w: w * x / x.pow(2).mean(-1, keepdim=True).sqrt().clamp(min=1e-12), None),
         "by its length": (lambda x, w: w * functional.normalize(x, dim=-1), None),
         "limited": (lambda x, w: w * normed(x.clamp(max=20)), None),
         "over tokens": (lambda x, w: w * normed(x.transpose(-1, -2)).transpose(-1, -2), None),
@@ -105,6 +106,27 @@ def normed(x: Tensor, eps: float = 1e-6) -> Tensor:
 def test_norms_are_told_from_what_is_like_them(change: Callable[[Tensor, Tensor], Tensor], fused: str | None) -> None:
     layer = nn.Sequential(Norm(change))
     assert fuse(layer).get("0") == fused
+
+
+class NormOfSlices(nn.Module):
+    """A norm of every `size` channels, with a weight that all of them share, or without one."""
+
+    def __init__(self, size: int, *, weighted: bool) -> None:
+        super().__init__()
+        self.size, self.weight = size, nn.Parameter(torch.full((size,), 3.0)) if weighted else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = normed(x.unflatten(-1, (-1, self.size)))
+        return (made if self.weight is None else self.weight * made).flatten(-2)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("size", [1, 8, 24])
+def test_norms_of_slices_of_fixed_width_are_right_for_any_number_of_them(size: int, weighted: bool) -> None:
+    layer, x = nn.Sequential(NormOfSlices(size, weighted=weighted)), torch.randn(2, 96)
+    expected = layer(x)
+    assert fuse(layer) == ({"0": NORM} if weighted else {})
+    assert torch.equal(layer(x), expected)
 
 
 class Mlp(nn.Module):
