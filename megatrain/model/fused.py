@@ -103,7 +103,7 @@ def rms_norm_backward_reference(
     if trains:
         terms = rows_of(_as_laid_out(wanted * normed, x))
         terms = functional.pad(terms, (0, 0, 0, len(parts) * NORM_ROWS - len(terms)))
-        parts.copy_(terms.view(len(parts), NORM_ROWS, -1).sum(1))
+        parts.copy_(terms.view(len(parts), NORM_ROWS, x.shape[-1]).sum(1))
     if gate is not None:
         of_gate = of_inside * x.float() if NORM_RULES[rule].gates_input else gradient.float() * normed * weights
         of_gate = _as_laid_out((of_gate * slope).to(gate.dtype), x)
@@ -368,6 +368,8 @@ def numbers_for_rows(x: Tensor, count: int) -> Tensor:
 def row_distance(gate: Tensor, x: Tensor) -> int | None:
     """Elements from each row of the gate to the next, in the order of the rows of x; None if they lie otherwise."""
     width = x.shape[-1]
+    if not x.numel():
+        return width
     sizes = zip(gate.stride(), x.stride(), x.shape[:-1], strict=False)
     distances = {stride / (of_x // width) for stride, of_x, size in sizes if size > 1} or {width}
     distance = distances.pop()

@@ -77,6 +77,18 @@ def tensors(made: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
     return [made] if isinstance(made, Tensor) else list(made)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("rule", fused.NORM_RULES)
+def test_norms_of_no_tokens_have_gradients(rule: str, dtype: torch.dtype) -> None:
+    """Float64 takes the reference form. Memory of no elements may have any strides."""
+    for x in (draw(dtype, 0, 8), draw(dtype, 3, 0, 16)[..., ::2], draw(dtype, 1, 0, 8).expand(3, 0, 8)):
+        gate = x.clone().as_strided(x.shape, x.stride()) if fused.NORM_RULES[rule].activation else None
+        leaves = [each.requires_grad_() for each in (x, draw(dtype, 8), gate) if each is not None]
+        made = fused.rms_norm(leaves[0], leaves[1], rule, 1e-6, gate)
+        for found, like in zip(torch.autograd.grad(made.sum(), leaves), leaves, strict=True):
+            assert torch.equal(found, torch.zeros_like(like))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "calls",
