@@ -349,3 +349,28 @@ def test_an_update_that_fails_halfway_is_never_repeated(monkeypatch: pytest.Monk
         for call in (lambda: engine.step([good()]), engine.weights.flush, lambda: engine.evaluate([good()])):
             with pytest.raises(NonFinite, match="has changed only parts of these units"):
                 call()
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim:3"])
+def test_a_backward_pass_left_in_the_middle_leaves_no_gradient_behind(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leaves and sums outlive a step: Ctrl-C before a leaf's gradient is taken, or before one in its sum is."""
+    from megatrain.engine import gradient_accumulation as sums
+
+    take, left, policy = sums.GradientAccumulator.take, list[str](), Policy(shares_memory=device == "cpu")
+
+    def interrupted(self: sums.GradientAccumulator, name: str, leaf: Tensor) -> None:
+        left.append(name)
+        if len(left) == 13:
+            raise KeyboardInterrupt
+        take(self, name, leaf)
+
+    monkeypatch.setattr(sums.GradientAccumulator, "take", interrupted)
+    with Engine.from_model(tiny_model("llama-tied"), device, "fp32", policy=policy, verify=False) as engine:
+        with pytest.raises(KeyboardInterrupt):
+            engine.gradients(unequal_batches())
+        found = engine.gradients(unequal_batches())
+    with Engine.from_model(tiny_model("llama-tied"), device, "fp32", policy=policy, verify=False) as engine:
+        for name, gradient in engine.gradients(unequal_batches()).items():
+            assert torch.equal(found[name], gradient), name
