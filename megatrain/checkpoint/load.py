@@ -9,6 +9,7 @@ that is not detected. A checkpoint of another trainer is a `peer_checkpoints.Pee
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -39,9 +40,15 @@ class Checkpoint:
         return self.manifest.step
 
     def verify(self, file: str, start: int, stop: int) -> None:
-        """Compare bytes [start, stop) of a file, by its path, before they are loaded. Raises `DamagedCheckpoint`."""
-        if self.unverified is not None and (path := Path(file)).is_relative_to(self.folder):
-            self.unverified.verify(path.relative_to(self.folder).as_posix(), start, stop)
+        """Compare bytes [start, stop) of a file, by its path without links, before they are loaded. Raises
+        `DamagedCheckpoint`."""
+        if self.unverified is not None and file in self._names:
+            self.unverified.verify(self._names[file], start, stop)
+
+    @cached_property
+    def _names(self) -> dict[str, str]:
+        """Path of a file, without links -> its name."""
+        return {os.path.realpath(self.folder / name): name for name in self.manifest.files}
 
     def verify_rest(self) -> None:
         """Compare what was not loaded. Raises `DamagedCheckpoint`."""

@@ -127,11 +127,16 @@ class Unverified:
         self._verify((name, block, 1) for block in range(start // BLOCK_NBYTES, last) if self._left[name][block])
 
     def verify_small(self) -> None:
-        """Compare what tells how to load: small files, and the first block of those of tensors, which holds the header.
-        Raises `DamagedCheckpoint`."""
+        """Compare what tells how to load: small files, and the headers of those of tensors. Raises
+        `DamagedCheckpoint`."""
         whole = {name for name in self._files if not name.endswith(".safetensors")}
-        firsts = ((name, 0, 1) for name in self._files.keys() - whole if self._files[name].nbytes)
+        of_tensors = [name for name in self._files.keys() - whole if self._files[name].nbytes]
+        firsts = ((name, 0, 1) for name in of_tensors)
         self._verify([*firsts, *(run for name in whole for run in self._runs(name))])
+        for name in of_tensors:
+            with (self._folder / name).open("rb") as file:
+                header_nbytes = int.from_bytes(file.read(8), "little")
+            self.verify(name, 0, 8 + header_nbytes)
 
     def verify_rest(self) -> None:
         """Compare all others. Raises `DamagedCheckpoint`."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.checkpoint import manifest
-from megatrain.checkpoint.folder import open_checkpoint
+from megatrain.checkpoint.folder import open_checkpoint, open_to_load
 from megatrain.checkpoint.manifest import full_check, quick_check, read_manifest
 from megatrain.checkpoint.save import PlannedCheckpoint
 from megatrain.errors import DamagedCheckpoint
@@ -223,3 +223,37 @@ def test_a_reformatted_manifest_counts_as_damaged(checkpoint: Path) -> None:
     path = checkpoint / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text())))
     assert [str(damage) for damage in quick_check(checkpoint)] == ["manifest.json is damaged"]
+
+
+def test_damaged_headers_are_found_before_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any length: that of an adapter of many experts is longer than a block."""
+    monkeypatch.setattr(manifest, "BLOCK_NBYTES", 512)
+    checkpoint, draw = save(tmp_path), random.Random(2)
+    for path in files_of(checkpoint):
+        if path.suffix == ".safetensors":
+            end = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+            assert end > 2 * 512
+            for place in (*draw.sample(range(end), 20), end - 1):
+                flip(path, place, 1)
+                with pytest.raises(DamagedCheckpoint, match=path.name):
+                    open_to_load(checkpoint)
+                flip(path, place, 1)
+    open_to_load(checkpoint)
+
+
+def test_a_linked_file_is_compared_when_it_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As files in the hub's cache are, wherever the link leads."""
+    monkeypatch.setattr(manifest, "BLOCK_NBYTES", 512)
+    checkpoint = save(tmp_path / "run")
+    file = checkpoint / "model.safetensors"
+    for target in (tmp_path / "blob", checkpoint / "blob"):
+        file.rename(target)
+        file.symlink_to(target)
+        last = target.stat().st_size - 1
+        flip(target, last, 1)
+        opened = open_to_load(checkpoint)
+        opened.verify(str(target), 0, 512)
+        with pytest.raises(DamagedCheckpoint, match=r"model\.safetensors is damaged"):
+            opened.verify(str(target), last, last + 1)
+        flip(target, last, 1)
+        target.replace(file)
