@@ -42,11 +42,11 @@ class Checkpoint:
     def verify(self, file: str, start: int, stop: int) -> None:
         """Compare bytes [start, stop) of a file, by its path without links, before they are loaded. Raises
         `DamagedCheckpoint`."""
-        if self.unverified is not None and file in self._names:
-            self.unverified.verify(self._names[file], start, stop)
+        if self.unverified is not None and file in self._name_of_path:
+            self.unverified.verify(self._name_of_path[file], start, stop)
 
     @cached_property
-    def _names(self) -> dict[str, str]:
+    def _name_of_path(self) -> dict[str, str]:
         """Path of a file, without links -> its name."""
         return {os.path.realpath(self.folder / name): name for name in self.manifest.files}
 

@@ -123,7 +123,7 @@ class Tasks:
             if name not in known:
                 fix = "name one that `lm_eval ls tasks` lists, or of a YAML file in lm_eval.folder"
                 raise ConfigError(f"there is no task {name!r}", where="lm_eval.tasks", fix=fix)
-        self._harness.get_git_commit_hash = str  # or git complains on the screen of a run outside a repository
+        vars(self._harness)["get_git_commit_hash"] = str  # or git complains on the screen of a run outside a repository
         with _harness_errors():
             load = getattr(self._manager, "load", None) or self._manager.load_task_or_group  # its older name
             load(list(section.tasks))
