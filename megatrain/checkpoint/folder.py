@@ -12,7 +12,15 @@ from pathlib import Path
 
 from megatrain.checkpoint.listing import checkpoints, step_of
 from megatrain.checkpoint.load import Checkpoint
-from megatrain.checkpoint.manifest import MANIFEST, Check, Unverified, full_check, quick_check, read_manifest
+from megatrain.checkpoint.manifest import (
+    MANIFEST,
+    Check,
+    Unverified,
+    differences,
+    full_check,
+    quick_check,
+    read_manifest,
+)
 from megatrain.checkpoint.peer_checkpoints import PeerCheckpoint, peer_checkpoint
 from megatrain.checkpoint.run_state import TRAINING
 from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
@@ -78,6 +86,21 @@ def open_to_load(folder: str | Path, check: Check = quick_check) -> Checkpoint:
         opened.unverified = Unverified(opened.folder, opened.manifest.files)
         opened.unverified.verify_small()
     return opened
+
+
+def refuse_damaged_weights(folder: str | Path) -> None:
+    """Raise `DamagedCheckpoint` if a byte of a model's tensors has changed since a checkpoint of ours was written.
+
+    For those who read the model of a checkpoint and not its state, of which nothing is read here. Any other folder, and
+    a name of the hub, is let pass.
+    """
+    named = usable_path(folder, error=CheckpointError)
+    if not all((named / name).is_file() for name in (MANIFEST, TRAINING)):
+        return
+    files = read_manifest(named).files.items()
+    weights = {name: file for name, file in files if name.endswith(".safetensors") and "/" not in name}
+    for name, what in differences(named, weights).items():
+        raise DamagedCheckpoint(f"{name} {what}", where=str(named), fix="use an older checkpoint")
 
 
 def _inside(folder: Path) -> list[Path]:

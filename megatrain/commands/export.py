@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatrain.checkpoint.export import export_pieces
+from megatrain.checkpoint.folder import refuse_damaged_weights
 from megatrain.data.tokenizer import load_tokenizer, save_tokenizer
 from megatrain.errors import DataError, ExportError
 from megatrain.model import (
@@ -65,13 +66,15 @@ def run_export(
     source.
 
     Raises `ModelError` if the model cannot be read, `ExportError` if the folder cannot be written or already holds a
-    model, and if `merge` does not match whether `source` is an adapter.
+    model, and if `merge` does not match whether `source` is an adapter, and `DamagedCheckpoint` for a checkpoint whose
+    weights have changed.
     """
     folder_path = usable_path(target, where="TARGET", error=ExportError, to_write="folder")
     if holds_model(folder_path, overwrite=overwrite):
         notice(f"replacing the model in {folder_path}")
     source = ModelToRead(source) if isinstance(source, str) else source
     name = model_named(source.name)
+    refuse_damaged_weights(name)
     pretrained = pretrained_source(name, trust_remote_code=source.trust_remote_code, base=source.base)
     adapted = pretrained if isinstance(pretrained, AdaptedSource) else None
     if merge == (adapted is None):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatrain.checkpoint.folder import refuse_damaged_weights
 from megatrain.data.chat import ChatTemplate, choose_template
 from megatrain.data.encode import chat_prompt_ids, turn_ends
 from megatrain.data.messages import Message
@@ -70,7 +71,8 @@ class GenerationModel:
         """Ids that end an answer, besides those of the model's generation config."""
 
     def load(self) -> Engine:
-        """Load the weights into an engine, all frozen."""
+        """Load the weights into an engine, all frozen. Raises `DamagedCheckpoint` for those of a damaged one."""
+        refuse_damaged_weights(self._folder)
         source = pretrained_source(self._folder, trains=False, trust_remote_code=self._trusted, base=self._base)
         freeze_parameters(source.model, ("*",))
         if left_out := source.left_out():

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from transformers import AutoProcessor, Trainer
 
-from megatrain.checkpoint.folder import open_checkpoint
+from megatrain.checkpoint.folder import open_checkpoint, refuse_damaged_weights
 from megatrain.dist import World
 from megatrain.engine.chunked_loss import own_entries
 from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
@@ -332,6 +332,7 @@ class Streamed:
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
+        refuse_damaged_weights(best)
         self._sync_weights()
         self.engine.weights.flush()
         self.engine.weights.fill(PretrainedSource(best))

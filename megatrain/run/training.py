@@ -33,7 +33,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from megatrain.checkpoint.folder import Retention, open_checkpoint
+from megatrain.checkpoint.folder import Retention, open_checkpoint, refuse_damaged_weights
 from megatrain.checkpoint.load import Checkpoint
 from megatrain.checkpoint.peer_checkpoints import PeerCheckpoint
 from megatrain.config import AdapterSection, Config, TrainSection, save_config
@@ -355,6 +355,8 @@ def _source(config: Config, resumed: Checkpoint | None, say: Callable[[str], Non
     """The model, frozen as asked, with the weights that the run begins or goes on with."""
     options: dict[str, Any] = {"attention": config.model.attention, "trust_remote_code": config.model.trust_remote_code}
     adapter = config.adapter
+    if config.model.path is not None and (resumed is None or adapter is not None):
+        refuse_damaged_weights(config.model.path)
     if adapter is None:
         source = _whole_source(config, resumed, options)
     else:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.checkpoint.export import ExportOptions
-from megatrain.checkpoint.folder import open_checkpoint, open_to_load
+from megatrain.checkpoint.folder import open_checkpoint, open_to_load, refuse_damaged_weights
 from megatrain.checkpoint.load import Checkpoint
 from megatrain.checkpoint.save import CheckpointFacts
 from megatrain.device import Device, open_device, timed
@@ -164,11 +164,13 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
         attention: kernel by its Hugging Face name, or `auto`, the library's choice. freeze: glob patterns of parameter
         names. adapter: a `PeftConfig`, or the folder of one to continue; then only the adapter trains. If `source` is
         such a folder, its base and adapter are loaded. progress: called with (done, total). options, errors: as for
-        `from_model`, and `ModelError` for files that are missing, damaged or of another model. Tensors of the files
-        that the model does not read are copied by `save_pretrained` and `save`.
+        `from_model`, `ModelError` for files that are missing, damaged or of another model, and `DamagedCheckpoint`
+        for a checkpoint whose weights have changed. Tensors of the files that the model does not read are copied by
+        `save_pretrained` and `save`.
         """
         options = checked_options(options)
         how: Any = {"attention": attention, "trust_remote_code": trust_remote_code}
+        refuse_damaged_weights(source)
         pretrained = pretrained_source(source, adapter, options.get("seed", 0), **how)
         freeze_parameters(pretrained.model, freeze)
         return cls.from_source(pretrained, progress=progress, **options)

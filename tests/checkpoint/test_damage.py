@@ -11,11 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from megatrain import Engine
 from megatrain.checkpoint import manifest
 from megatrain.checkpoint.folder import open_checkpoint, open_to_load
 from megatrain.checkpoint.manifest import full_check, quick_check, read_manifest
 from megatrain.checkpoint.save import PlannedCheckpoint
+from megatrain.commands.export import run_export
+from megatrain.commands.generate import GenerationModel
 from megatrain.errors import DamagedCheckpoint
+from tests.data.test_tokenizer import word_tokenizer
 from tests.saved import ported, save
 
 EXHAUSTIVE_NBYTES = 4096
@@ -257,3 +261,27 @@ def test_a_linked_file_is_compared_when_it_is_loaded(tmp_path: Path, monkeypatch
             opened.verify(str(target), last, last + 1)
         flip(target, last, 1)
         target.replace(file)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda folder: Engine.from_pretrained(folder).close(),
+        lambda folder: run_export(str(folder), folder.parent / "exported"),
+        lambda folder: GenerationModel(str(folder)).load().close(),
+    ],
+    ids=["from_pretrained", "export", "generate"],
+)
+def test_the_model_of_a_checkpoint_is_compared_where_its_state_is_not_read(
+    read: Callable[[Path], object], tmp_path: Path
+) -> None:
+    checkpoint = save(tmp_path / "run", write_more=lambda folder: word_tokenizer().save_pretrained(folder))
+    read(checkpoint)
+    shutil.rmtree(checkpoint.parent / "exported", ignore_errors=True)
+    (checkpoint / "optimizer" / "moments.safetensors").unlink()
+    flip(file := checkpoint / "model.safetensors", file.stat().st_size - 1, 1)
+    with pytest.raises(DamagedCheckpoint, match=r"model\.safetensors is damaged"):
+        read(checkpoint)
+    (checkpoint / "manifest.json").write_text("{}")  # another program's: the folder is a model like any
+    (checkpoint / "training.json").unlink()
+    read(checkpoint)
