@@ -3,14 +3,15 @@
     python -m bench.offloading
 
 Sequences of 8,192 tokens, 4 and 16 per step. "In memory" is the same step with weights, gradients and optimizer state
-on the device and all graphs kept, whether that fits or not (`bench.zero3`). The last columns say what is full: compute
-in the step, and the way to host memory in the forward pass. Every number is planned.
+on the device and all graphs kept, whether that fits or not (`bench.zero3`). "Fused" is the first with fused functions
+in place of the library's (`policy.kernels`), and its share of that same speed in memory. The last columns say what is
+full: compute in the step, and the way to host memory in the forward pass. Every number is planned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 from bench.shapes import llama_shape
@@ -33,6 +34,8 @@ class Row:
     planned: float
     inputs_only: float
     """Where nothing but inputs of layers is offloaded."""
+    fused: float
+    """Planned with fused functions; all others are without."""
     in_memory: float
     kept: Mapping[str, float]
     """Kind -> share of the layers and micro-batches that keep it."""
@@ -50,10 +53,12 @@ def compared(name: str, sequences: int) -> Row:
     limits = Limits(device_nbytes=DEVICE_NBYTES)
     question = Question(llama_shape("8B", 32, 4096), machine(name), sequences * LENGTH, LENGTH, limits=limits)
     plan, plain = find_plan(question), inputs_only(question)
+    fused = find_plan(replace(question, overrides={"kernels": "fused"}))
     speed = question.tokens_per_step / in_memory(plan).seconds
     kept = dict(sorted(plan.policy.kept_shares.items(), key=lambda item: -item[1]))
     busy = plan.timeline.utilisation("compute"), leaving(plan.timeline)
-    return Row(name, sequences, plan.tokens_per_second, plain.tokens_per_second, speed, kept, *busy)
+    speeds = (each.tokens_per_second for each in (plan, plain, fused))
+    return Row(name, sequences, *speeds, speed, kept, *busy)
 
 
 def leaving(timeline: Timeline) -> float:
@@ -77,12 +82,13 @@ def inputs_only(question: Question) -> Plan:
 
 
 def main() -> None:
-    heads = "planned tokens/s | sequences | outputs offloaded too | inputs only | in memory | kept | compute | way out"
-    print(f"| {heads} |\n{'|---' * 8}|")
+    heads = "planned tokens/s | sequences | outputs offloaded too | inputs only | fused | in memory"
+    heads += " | kept | compute | way out"
+    print(f"| {heads} |\n{'|---' * 9}|")
     for name in MACHINES:
         for sequences in SEQUENCES:
             row = compared(name, sequences)
-            speeds = (f"{each:,.0f} ({row.share(each):.2f})" for each in (row.planned, row.inputs_only))
+            speeds = (f"{each:,.0f} ({row.share(each):.2f})" for each in (row.planned, row.inputs_only, row.fused))
             kept = ", ".join(f"{share:.0%} {kind}" for kind, share in row.kept.items())
             cells = name, sequences, *speeds, f"{row.in_memory:,.0f}", kept, f"{row.compute:.0%}", f"{row.way_out:.0%}"
             print(f"| {' | '.join(map(str, cells))} |", flush=True)
