@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -61,10 +62,12 @@ class Meter:
         self._folder, self._read_here, self.peak = str(folder), 0, 0
         self.mapped: list[Any] = []
         """Holds all that is mapped until it is asked for."""
+        gc.collect()
         trim()
         self._calls_before, self._held_before = self._number("io", "rchar"), self._number("status", "RssAnon") << 10
 
     def look(self) -> None:
+        gc.collect(1)  # or garbage that waits for its collection would count
         trim()  # or what the C library keeps of freed blocks below 32 MiB would count, if nothing before has left any
         self.peak = max(self.peak, (self._number("status", "RssAnon") << 10) - self._held_before)
 
