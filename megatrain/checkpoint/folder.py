@@ -23,7 +23,7 @@ from megatrain.checkpoint.manifest import (
 )
 from megatrain.checkpoint.peer_checkpoints import PeerCheckpoint, peer_checkpoint
 from megatrain.checkpoint.run_state import TRAINING
-from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
+from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint, ModelError
 from megatrain.system.atomic import finish_vanishing, vanish
 from megatrain.system.paths import missing, usable_path
 
@@ -92,9 +92,9 @@ def refuse_damaged_weights(folder: str | Path) -> None:
     """Raise `DamagedCheckpoint` if a byte of a model's tensors has changed since a checkpoint of ours was written.
 
     For those who read the model of a checkpoint and not its state, of which nothing is read here. Any other folder, and
-    a name of the hub, is let pass.
+    a name of the hub, is let pass. Raises `ModelError` for an invalid path.
     """
-    named = usable_path(folder, error=CheckpointError)
+    named = usable_path(folder, where="model", error=ModelError)
     if not all((named / name).is_file() for name in (MANIFEST, TRAINING)):
         return
     files = read_manifest(named).files.items()
