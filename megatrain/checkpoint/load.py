@@ -18,7 +18,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatrain.checkpoint.manifest import Unverified, read_manifest
+from megatrain.checkpoint.manifest import UnverifiedBlocks, read_manifest
 from megatrain.checkpoint.run_state import read_training
 from megatrain.checkpoint.save import OPTIMIZER
 from megatrain.errors import CheckpointError, DamagedCheckpoint, first_line
@@ -27,8 +27,8 @@ from megatrain.errors import CheckpointError, DamagedCheckpoint, first_line
 class Checkpoint:
     """A checked checkpoint, made by `folder.open_checkpoint`."""
 
-    unverified: Unverified | None = None
-    """What is compared with its checksum when it is loaded, if it was opened so (`folder.open_to_load`)."""
+    unverified: UnverifiedBlocks | None = None
+    """What is compared with its checksum when it is loaded, if it was opened so (`folder.open_verifying_on_load`)."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +39,7 @@ BLOCK_NBYTES = 4 << 20
 DIGITS = 16
 """Hexadecimal digits of a checksum."""
 
-_RUN = 16
+_RUN_BLOCKS = 16
 """Blocks that a thread reads at a time."""
 _READERS = 8
 """Maximum threads, so that a slow drive gets several requests."""
@@ -68,33 +70,52 @@ def sum_of(path: Path) -> FileSum:
     return file_sum(path.stat().st_size, _sums(path, 0))
 
 
+class _Run(NamedTuple):
+    """Consecutive blocks of a file, compared by one thread."""
+
+    name: str
+    first: int
+    blocks: int
+
+
 def differences(folder: Path, files: Mapping[str, FileSum]) -> dict[str, str]:
     """Read all files with several threads; name -> what is wrong, for those that differ from their checksums.
 
     Sizes are not checked; a file with another size is reported where it ends too early.
     """
-    runs = [
-        (name, first) for name, file in files.items() for first in range(0, max(len(file.blocks), 1), _RUN * DIGITS)
-    ]
-    with ThreadPoolExecutor(min(_READERS, 2 * available_threads())) as threads:
-        complaints = threads.map(lambda run: _difference(folder / run[0], files[run[0]], run[1] // DIGITS), runs)
-        wrong: dict[str, str] = {}
-        for (name, _), what in zip(runs, complaints, strict=True):
-            if what:
-                wrong.setdefault(name, what)
+    runs = (run for name, file in files.items() for run in _runs(name, 0, max(len(file.blocks) // DIGITS, 1)))
+    wrong: dict[str, str] = {}
+    for run, what in _compared(folder, files, runs):
+        if what:
+            wrong.setdefault(run.name, what)
     return wrong
 
 
-def _difference(path: Path, expected: FileSum, first: int, count: int = _RUN) -> str:
-    """What is wrong with a run of blocks, empty if nothing."""
-    due = expected.blocks[first * DIGITS : (first + count) * DIGITS]
+def _runs(name: str, first: int, stop: int) -> Iterator[_Run]:
+    """The blocks [first, stop) of a file, in runs."""
+    for start in range(first, stop, _RUN_BLOCKS):
+        yield _Run(name, start, min(_RUN_BLOCKS, stop - start))
+
+
+def _compared(folder: Path, files: Mapping[str, FileSum], runs: Iterable[_Run]) -> Iterator[tuple[_Run, str]]:
+    """Read runs of blocks, with several threads if there are several; each with what is wrong, empty if nothing."""
+    runs = list(runs)
+    with ThreadPoolExecutor(min(_READERS, 2 * available_threads())) if runs[1:] else nullcontext() as threads:
+        compare = partial(_difference, folder, files)
+        yield from zip(runs, map(compare, runs) if threads is None else threads.map(compare, runs), strict=True)
+
+
+def _difference(folder: Path, files: Mapping[str, FileSum], run: _Run) -> str:
+    """What is wrong with a run, empty if nothing."""
+    expected, path = files[run.name], folder / run.name
+    due = expected.blocks[run.first * DIGITS : (run.first + run.blocks) * DIGITS]
     try:
-        blocks = file_sum(0, itertools.islice(_sums(path, first), count)).blocks
+        blocks = file_sum(0, itertools.islice(_sums(path, run.first), run.blocks)).blocks
     except OSError as error:
         return f"cannot be read ({error.strerror or error})"
     for at in range(0, len(due), DIGITS):
         if blocks[at : at + DIGITS] != due[at : at + DIGITS]:
-            start = (first + at // DIGITS) * BLOCK_NBYTES
+            start = (run.first + at // DIGITS) * BLOCK_NBYTES
             return f"is damaged between byte {start:,} and byte {min(start + BLOCK_NBYTES, expected.nbytes):,}"
     return ""
 
@@ -109,7 +130,7 @@ def _sums(path: Path, first: int) -> Iterator[int]:
             yield block_sum(memory, nbytes)
 
 
-class Unverified:
+class UnverifiedBlocks:
     """The blocks of a checkpoint's files that have not been compared with their checksums since it was opened.
 
     Whoever loads a checkpoint has those bytes compared first that it is about to read, and the others in the end: so a
@@ -124,15 +145,15 @@ class Unverified:
     def verify(self, name: str, start: int, stop: int) -> None:
         """Compare the blocks with bytes [start, stop) of a file. Raises `DamagedCheckpoint`."""
         last = -(-stop // BLOCK_NBYTES)
-        self._verify((name, block, 1) for block in range(start // BLOCK_NBYTES, last) if self._left[name][block])
+        self._verify(_Run(name, block, 1) for block in range(start // BLOCK_NBYTES, last) if self._left[name][block])
 
     def verify_small(self) -> None:
         """Compare what tells how to load: small files, and the headers of those of tensors. Raises
         `DamagedCheckpoint`."""
         whole = {name for name in self._files if not name.endswith(".safetensors")}
         of_tensors = [name for name in self._files.keys() - whole if self._files[name].nbytes]
-        firsts = ((name, 0, 1) for name in of_tensors)
-        self._verify([*firsts, *(run for name in whole for run in self._runs(name))])
+        firsts = (_Run(name, 0, 1) for name in of_tensors)
+        self._verify([*firsts, *(run for name in whole for run in self._left_runs(name))])
         for name in of_tensors:
             with (self._folder / name).open("rb") as file:
                 header_nbytes = int.from_bytes(file.read(8), "little")
@@ -140,29 +161,17 @@ class Unverified:
 
     def verify_rest(self) -> None:
         """Compare all others. Raises `DamagedCheckpoint`."""
-        self._verify(run for name in self._files for run in self._runs(name))
+        self._verify(run for name in self._files for run in self._left_runs(name))
 
-    def _runs(self, name: str) -> Iterator[tuple[str, int, int]]:
-        """(name, first block, number of blocks) of what is left of a file."""
-        for run in re.finditer(rb"\x01+", self._left[name]):
-            for first in range(run.start(), run.end(), _RUN):
-                yield name, first, min(_RUN, run.end() - first)
+    def _left_runs(self, name: str) -> Iterator[_Run]:
+        for match in re.finditer(rb"\x01+", self._left[name]):
+            yield from _runs(name, match.start(), match.end())
 
-    def _verify(self, runs: Iterable[tuple[str, int, int]]) -> None:
-        runs = list(runs)
-        with ThreadPoolExecutor(min(_READERS, 2 * available_threads())) if runs[1:] else nullcontext() as threads:
-            compared = map(self._compared, runs) if threads is None else threads.map(self._compared, runs)
-            for name, what in compared:
-                if what:
-                    fix = "go on from an older one"
-                    raise DamagedCheckpoint(f"{name} {what}", where=str(self._folder), fix=fix)
-
-    def _compared(self, run: tuple[str, int, int]) -> tuple[str, str]:
-        name, first, count = run
-        what = _difference(self._folder / name, self._files[name], first, count)
-        if not what:
-            self._left[name][first : first + count] = bytes(count)
-        return name, what
+    def _verify(self, runs: Iterable[_Run]) -> None:
+        for run, what in _compared(self._folder, self._files, runs):
+            if what:
+                raise DamagedCheckpoint(f"{run.name} {what}", where=str(self._folder), fix="use an older checkpoint")
+            self._left[run.name][run.first : run.first + run.blocks] = bytes(run.blocks)
 
 
 MANIFEST = "manifest.json"

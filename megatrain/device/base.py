@@ -200,7 +200,7 @@ class OnTheHost:
         return torch.random.fork_rng(devices=[])
 
 
-class Lent(dict[str, torch.Tensor]):
+class LentBuffers(dict[str, torch.Tensor]):
     """`Device.lend` where memory needs no preparation: the buffers that a task declares, and a context of them."""
 
     __slots__ = ()

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from megatrain.device import host_memory
-from megatrain.device.base import Event, HostMemory, Interval, Lent, OnTheHost, Stream, Task, Work
+from megatrain.device.base import Event, HostMemory, Interval, LentBuffers, OnTheHost, Stream, Task, Work
 from megatrain.device.host_memory import mapped
 from megatrain.device.worker import (
     OwningProcess,
@@ -112,7 +112,7 @@ class CpuDevice(OnTheHost):
     name = "cpu"
     shares_memory = True
     timed = True  # always: reading a clock twice costs nothing here
-    lend = Lent
+    lend = LentBuffers
 
     def __init__(self) -> None:
         self._inline = {name: InlineStream(name) for name in ("compute", "fetch")}

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from megatrain.device.base import Event, HostMemory, Interval, Lent, Stream, Task, Work
+from megatrain.device.base import Event, HostMemory, Interval, LentBuffers, Stream, Task, Work
 from megatrain.device.host_memory import keep_from_children, mapped
 from megatrain.device.worker import (
     HostEvent,
@@ -279,7 +279,7 @@ class CudaDevice:
     """See `base.Device`."""
 
     shares_memory = False
-    lend = Lent
+    lend = LentBuffers
 
     def __init__(self, index: int | None = None) -> None:
         """index: by default PyTorch's current device."""

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatrain.device.base import Event, HostMemory, Interval, Lent, OnTheHost, Span, Stream, Task, Work
+from megatrain.device.base import Event, HostMemory, Interval, LentBuffers, OnTheHost, Span, Stream, Task, Work
 from megatrain.device.worker import as_foreground_error, raise_first
 from megatrain.errors import BrokenPromise, Deadlock, DeviceError, MegaTrainError, OutOfDeviceMemory, RaceDetected
 from megatrain.formatting import amount, at_least, at_most
@@ -233,7 +233,7 @@ class SimDevice(OnTheHost):
     def lend(self, task: Task, memory: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
         """What the task declares to read becomes visible, what it declares to write is kept, then all is NaN
         again."""
-        held = Lent(task, memory)
+        held = LentBuffers(task, memory)
         ours = {name: self._kept[tensor.data_ptr()] for name, tensor in held.items() if tensor.data_ptr() in self._kept}
         host_before = {name: tensor.clone() for name, tensor in held.items() if name not in ours}
         for span in task.reads:

@@ -1,4 +1,4 @@
-"""Starts the ranks of one machine with torchrun's agent, and ends by what they have said.
+"""Starts the ranks of one machine under torchrun's agent, and exits with the status of the first that failed.
 
 The agent's own report of an end, forty lines with tracebacks, would hide the line of the rank that failed. Leaves out
 what torchrun has options for: several machines, restarts.

@@ -15,7 +15,7 @@ from megatrain.device import Device
 from megatrain.dist import World
 from megatrain.engine.autograd import GradientsInPlace
 from megatrain.engine.batch import model_inputs
-from megatrain.engine.gradient_accumulation import GradientAccumulator, SumMemory
+from megatrain.engine.gradient_accumulation import GradientAccumulator, SumBuffer
 from megatrain.engine.resumable_call import NO_PAUSES
 from megatrain.engine.step_state import DTYPE_OF_NBYTES, StepState, bytes_of, gradient_in, weights_in
 from megatrain.engine.sync_free_inputs import HostAnswers
@@ -112,7 +112,7 @@ class OpContext:
 
     def _noted(self, leaves: dict[str, Tensor], unit: int) -> UnitLeaves:
         trained = self.binders[unit].trained(leaves)
-        self.totals[unit].take_from(trained)
+        self.totals[unit].register_hooks(trained)
         return UnitLeaves(leaves, trained, self.in_place(trained, unit))
 
     def forget_views(self) -> None:
@@ -147,7 +147,7 @@ class OpContext:
             if key not in views:
                 layout = self.layouts[unit].trained
                 flat = bytes_of(lease, access).view(DTYPE_OF_NBYTES[(access.stop - access.start) // layout.size])
-                views[key] = SumMemory(layout, flat)
+                views[key] = SumBuffer(layout, flat)
             total.sum_in(views[key])
         return total
 

@@ -10,7 +10,7 @@ import torch
 
 from megatrain.device import Device, Event
 from megatrain.errors import RaceDetected
-from megatrain.memory import Lease, Leased, Pool
+from megatrain.memory import Lease, LeasedBuffers, Pool
 from megatrain.schedule import Access, Op, Schedule, Timeline
 
 ATTEMPTS = 4
@@ -80,7 +80,7 @@ class Executor:
         self.last_progress = time.monotonic()
         self.under_way[op.stream] = op, self.last_progress
         try:
-            with Leased(self.pool, op) as lease:
+            with LeasedBuffers(self.pool, op) as lease:
                 action(op, lease)
                 for access in ended:
                     release(access)

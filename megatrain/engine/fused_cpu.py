@@ -424,7 +424,7 @@ def _rms_norm_backward(
 
 def _norm_inputs(x: Tensor, weight: Tensor | None, gate: Tensor | None, rule: str, groups: int) -> tuple[Any, Any, Any]:
     """inputs, shape and gating, as `rms_forward` takes them."""
-    offset, name, gates_input = fused.NORM_RULES[rule]
+    offset, name, gates_input = fused.NORM_FORMULAS[rule]
     weights = np.ones(x.shape[-1], np.float32) if weight is None else (weight.float() + offset).numpy(force=True)
     activation, _ = _rule(name, math.inf, 0.0)
     gates, distance = (_array(x), 0) if gate is None else (_array(gate, _extent(gate)), fused.row_distance(gate, x))

@@ -23,7 +23,7 @@ from megatrain.engine import fused_cpu
 from megatrain.errors import typed_line
 from megatrain.model import PortedModel
 from megatrain.model.fuse_layers import fuse_layers, unfuse_layers
-from megatrain.model.fused import ACTIVATIONS, HALVES, LIBRARY, NEIGHBOURS, NORM_ROWS, NORM_RULES, ONCE, REFERENCES
+from megatrain.model.fused import ACTIVATIONS, HALVES, LIBRARY, NEIGHBOURS, NORM_FORMULAS, NORM_ROWS, ONCE, REFERENCES
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """Largest error that counts as rounding: the norm of the difference over that of the result."""
@@ -119,8 +119,8 @@ def calls(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, tuple
         (72, 3, "norm(x * silu(gate)) * weight"),
     ):
         x, gradient, gate = (draw(2, NORM_ROWS - 3, 2, width + more).transpose(1, 2) for more in (0, 0, 5))
-        wide = x.float() if NORM_RULES[norm].gates_input else x
-        factors = None if width == 8 else draw(width), gate[..., :width] if NORM_RULES[norm].activation else None
+        wide = x.float() if NORM_FORMULAS[norm].gates_input else x
+        factors = None if width == 8 else draw(width), gate[..., :width] if NORM_FORMULAS[norm].activation else None
         _, scale = REFERENCES["rms_norm"](wide, *factors, norm, 1e-2, groups)
         yield "rms_norm", (wide, *factors, norm, 1e-2, groups)
         for trains in (factors[0] is not None, False):

@@ -277,7 +277,7 @@ def rms_norm_backward(
 
 def _norm_how(x: Tensor, weight: Tensor | None, gate: Tensor | None, rule: str, groups: int) -> tuple[Any, ...]:
     """(offset, flags, sizes, tile) of a norm's kernels."""
-    (rows, channels), (offset, activation, gates_input) = fused.rows_of(x).shape, fused.NORM_RULES[rule]
+    (rows, channels), (offset, activation, gates_input) = fused.rows_of(x).shape, fused.NORM_FORMULAS[rule]
     distance = 0 if gate is None else fused.row_distance(gate, x)
     flags = weight is not None, gates_input, "" if gate is None else activation
     return offset, flags, (rows, channels // groups, distance), _tile(channels // groups)

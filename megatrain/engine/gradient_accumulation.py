@@ -93,7 +93,7 @@ def for_parameters(names: Sequence[str]) -> str:
     return f" for {names[0]}{more}" if names else ""
 
 
-class SumMemory:
+class SumBuffer:
     """The flat buffer [layout.size] in which the gradient of a unit is summed, and each parameter's view of it."""
 
     def __init__(self, layout: Layout, flat: Tensor) -> None:
@@ -113,23 +113,23 @@ class GradientAccumulator:
     """Sums the gradients of a unit's trained parameters, in step after step."""
 
     def __init__(self) -> None:
-        self.memory: SumMemory | None = None
+        self.memory: SumBuffer | None = None
         """Where the sum is; `None` between steps."""
         self._views: Mapping[str, Tensor] = {}
         self._started: dict[str, bool] = {}
         """Parameters with at least one term."""
         self._claimed: set[str] = set()
-        """Parameters whose view the running backward pass has written to; autograd will pass that view to `take`."""
+        """Parameters whose view the running backward pass has written to; autograd will pass it to `accumulate`."""
         self.on_complete: OnComplete | None = None
 
-    def sum_in(self, memory: SumMemory) -> None:
+    def sum_in(self, memory: SumBuffer) -> None:
         """Sum here from now on. If terms have been added elsewhere, their sum has been copied here."""
         if memory is not self.memory:
             self.memory, self._views = memory, memory.views
             for gap in memory.gaps:
                 gap.zero_()
 
-    def take(self, name: str, leaf: Tensor) -> None:
+    def accumulate(self, name: str, leaf: Tensor) -> None:
         """Add a leaf's gradient to that of parameter `name`, and free it. For a claimed parameter it is the sum so far.
 
         A hook, which autograd calls with grad mode off.
@@ -151,10 +151,10 @@ class GradientAccumulator:
         if self.on_complete is not None:
             self.on_complete(name)
 
-    def take_from(self, leaves: Iterable[tuple[str, Tensor]]) -> None:
-        """Register hooks that take each leaf's gradient as soon as autograd has it."""
+    def register_hooks(self, leaves: Iterable[tuple[str, Tensor]]) -> None:
+        """Have each leaf's gradient added as soon as autograd has it."""
         for name, leaf in leaves:
-            leaf.register_post_accumulate_grad_hook(partial(self.take, name))
+            leaf.register_post_accumulate_grad_hook(partial(self.accumulate, name))
 
     def view_to_write(self, name: str, dtype: torch.dtype) -> Tensor | None:
         """A new view of a parameter's sum, which the caller may write a term to or add one to if it claims the

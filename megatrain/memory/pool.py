@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from megatrain.device import Device, Errand
-from megatrain.device.base import Lent, Task
+from megatrain.device.base import LentBuffers, Task
 from megatrain.errors import DeviceError, PlanError
 from megatrain.memory.disk import Disk
 from megatrain.memory.io_queue import Bytes
@@ -218,7 +218,7 @@ class Pool:
         self.ledger.enter(after)
 
 
-class Leased:
+class LeasedBuffers:
     """In the block, the arena buffers that an op declares. A class, since a generator costs three times the calls of
     functions, for each op."""
 
@@ -234,13 +234,13 @@ class Leased:
                 for name in {access.buffer for access in op.writes} & pool._absent:
                     pool._bring_back(name)
             self._lent = lent = pool.device.lend(op, pool._memory)
-            lease = lent if type(lent) is Lent else lent.__enter__()
+            lease = lent if type(lent) is LentBuffers else lent.__enter__()
             pool._leases += 1
-        return {**lease, **Lent(op, pool._of_peers)} if pool._of_peers else lease
+        return {**lease, **LentBuffers(op, pool._of_peers)} if pool._of_peers else lease
 
     def __exit__(self, *failure: Any) -> None:
         try:
-            if type(self._lent) is not Lent:
+            if type(self._lent) is not LentBuffers:
                 self._lent.__exit__(*failure)
         finally:
             with self._pool._lock:

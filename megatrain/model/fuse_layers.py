@@ -37,7 +37,7 @@ from megatrain.model.fused import (
     ACTIVATIONS,
     HALVES,
     NEIGHBOURS,
-    NORM_RULES,
+    NORM_FORMULAS,
     ONCE,
     gated,
     halves,
@@ -207,8 +207,8 @@ def _norm_form(module: nn.Module, name: str | None, width: int, count: int) -> _
     def gives(formula: Callable[..., Tensor]) -> bool:
         return all(_same(output, formula(*args)) for output, args in zip(outputs, wide, strict=True))
 
-    rules = [key for key, rule in NORM_RULES.items() if bool(rule.activation) == (count == 2)]
-    rules = [rule for rule in rules if weight is not None or not NORM_RULES[rule].offset]
+    rules = [key for key, rule in NORM_FORMULAS.items() if bool(rule.activation) == (count == 2)]
+    rules = [rule for rule in rules if weight is not None or not NORM_FORMULAS[rule].offset]
     for eps in _epsilons(module):
         for form in (_NormForm(rule, eps, groups) for groups in _groups(module, width) for rule in rules):
             if gives(lambda x, gate=None, form=form: _exact_rms_norm(x, weight, gate, form)):
@@ -219,7 +219,7 @@ def _norm_form(module: nn.Module, name: str | None, width: int, count: int) -> _
 
 
 def _exact_rms_norm(x: Tensor, weight: Tensor | None, gate: Tensor | None, form: _NormForm) -> Tensor:
-    offset, activation, gates_input = NORM_RULES[form.rule]
+    offset, activation, gates_input = NORM_FORMULAS[form.rule]
     value = 1.0 if gate is None else ACTIVATIONS[activation](gate)
     inside = in_groups(x * value if gates_input else x, form.groups)
     normed = (inside * torch.rsqrt(inside.square().mean(-1, keepdim=True) + form.eps)).flatten(-2)

@@ -66,7 +66,7 @@ class NormRule(NamedTuple):
     gates_input: bool = False
 
 
-NORM_RULES = {
+NORM_FORMULAS = {
     "norm(x) * weight": NormRule(),
     "norm(x) * (1 + weight)": NormRule(offset=1.0),
     "norm(x) * weight * silu(gate)": NormRule(activation="silu"),
@@ -105,7 +105,7 @@ def rms_norm_backward_reference(
         terms = functional.pad(terms, (0, 0, 0, len(parts) * NORM_ROWS - len(terms)))
         parts.copy_(terms.view(len(parts), NORM_ROWS, x.shape[-1]).sum(1))
     if gate is not None:
-        of_gate = of_inside * x.float() if NORM_RULES[rule].gates_input else gradient.float() * normed * weights
+        of_gate = of_inside * x.float() if NORM_FORMULAS[rule].gates_input else gradient.float() * normed * weights
         of_gate = _as_laid_out((of_gate * slope).to(gate.dtype), x)
     return _as_laid_out((of_inside * inner).to(x.dtype), x), of_gate, parts
 
@@ -113,7 +113,7 @@ def rms_norm_backward_reference(
 def _norm_factors(weight: Tensor | None, gate: Tensor | None, rule: str) -> tuple[Any, Any, Any, Any]:
     """Factors float32[channels] by the weight, [..., channels] of the input and of the result, and the activation's
     derivative."""
-    offset, activation, gates_input = NORM_RULES[rule]
+    offset, activation, gates_input = NORM_FORMULAS[rule]
     weights = 1.0 if weight is None else weight.float() + offset
     if gate is None:
         return weights, 1.0, 1.0, 0.0
@@ -168,7 +168,7 @@ def rms_norm(
     x: Tensor, weight: Tensor | None, rule: str, eps: float, gate: Tensor | None = None, groups: int = 1
 ) -> Tensor:
     """x / sqrt(mean(x * x) + eps) over the last dimension, or over each of equal groups of channels there, times weight
-    and gate as the rule says (a key of `NORM_RULES`), in the dtype of x.
+    and gate as the rule says (a key of `NORM_FORMULAS`), in the dtype of x.
 
     x, gate [..., channels]; weight [channels], 1 if it is None. The gate's dtype may be another than that of x.
     """

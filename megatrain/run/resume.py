@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatrain.checkpoint.folder import newest_sound, open_to_load
+from megatrain.checkpoint.folder import newest_sound, open_verifying_on_load
 from megatrain.checkpoint.listing import checkpoints
 from megatrain.checkpoint.load import Checkpoint
 from megatrain.checkpoint.manifest import quick_check
@@ -97,12 +97,12 @@ def loading_checked(resumed: Checkpoint | None) -> Iterator[None]:
 
 
 def opens_to_load(damaged: Mapping[Path, str]) -> Opens:
-    """`open_to_load`, for which these folders are damaged: what is wrong in each."""
+    """`open_verifying_on_load`, for which these folders are damaged: what is wrong in each."""
 
     def check(folder: Path) -> list[str]:
         return [damaged[folder]] if folder in damaged else quick_check(folder)
 
-    return partial(open_to_load, check=check)
+    return partial(open_verifying_on_load, check=check)
 
 
 def find(config: Config, say: Say, opens: Opens) -> Checkpoint | None:

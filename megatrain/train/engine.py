@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.checkpoint.export import ExportOptions
-from megatrain.checkpoint.folder import open_checkpoint, open_to_load, refuse_damaged_weights
+from megatrain.checkpoint.folder import open_checkpoint, open_verifying_on_load, refuse_damaged_weights
 from megatrain.checkpoint.load import Checkpoint
 from megatrain.checkpoint.save import CheckpointFacts
 from megatrain.device import Device, open_device, timed
@@ -248,7 +248,9 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
         Raises `DamagedCheckpoint`, `CheckpointError`, and what `from_pretrained` raises.
         """
         options = checked_options(options)
-        opens = open_to_load if is_alone(options) else open_checkpoint  # or ranks would see damage at different times
+        opens = (
+            open_verifying_on_load if is_alone(options) else open_checkpoint
+        )  # or ranks would see damage at different times
         opened = checkpoint if isinstance(checkpoint, Checkpoint) else opens(checkpoint)
         options = checked_options({**options, **options_in(opened, options)})  # type: ignore[typeddict-item]
         given = source.source if isinstance(source, SourceInUnits) else source

@@ -13,7 +13,7 @@ import pytest
 
 from megatrain import Engine
 from megatrain.checkpoint import manifest
-from megatrain.checkpoint.folder import open_checkpoint, open_to_load
+from megatrain.checkpoint.folder import open_checkpoint, open_verifying_on_load
 from megatrain.checkpoint.manifest import full_check, quick_check, read_manifest
 from megatrain.checkpoint.save import PlannedCheckpoint
 from megatrain.commands.export import run_export
@@ -240,9 +240,9 @@ def test_damaged_headers_are_found_before_they_are_read(tmp_path: Path, monkeypa
             for place in (*draw.sample(range(end), 20), end - 1):
                 flip(path, place, 1)
                 with pytest.raises(DamagedCheckpoint, match=path.name):
-                    open_to_load(checkpoint)
+                    open_verifying_on_load(checkpoint)
                 flip(path, place, 1)
-    open_to_load(checkpoint)
+    open_verifying_on_load(checkpoint)
 
 
 def test_a_linked_file_is_compared_when_it_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +255,7 @@ def test_a_linked_file_is_compared_when_it_is_loaded(tmp_path: Path, monkeypatch
         file.symlink_to(target)
         last = target.stat().st_size - 1
         flip(target, last, 1)
-        opened = open_to_load(checkpoint)
+        opened = open_verifying_on_load(checkpoint)
         opened.verify(str(target), 0, 512)
         with pytest.raises(DamagedCheckpoint, match=r"model\.safetensors is damaged"):
             opened.verify(str(target), last, last + 1)

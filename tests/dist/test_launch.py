@@ -1,4 +1,4 @@
-"""What somebody who starts ranks on one machine sees of their end: what they say, and no report around it."""
+"""When ranks of one machine end, the user sees what they said, without torchrun's report."""
 
 from __future__ import annotations
 

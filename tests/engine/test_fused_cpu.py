@@ -39,7 +39,7 @@ def draw(dtype: torch.dtype, *shape: int) -> Tensor:
 
 def norm_calls(dtype: torch.dtype, *shape: int, rule: str = NORM, groups: int = 1) -> list[tuple[str, tuple[Any, ...]]]:
     x, weight, gradient = draw(dtype, *shape), draw(dtype, shape[-1]) + 1, draw(dtype, *shape) / 2
-    gate = draw(dtype, *shape, 2)[..., 1].clone() if fused.NORM_RULES[rule].activation else None
+    gate = draw(dtype, *shape, 2)[..., 1].clone() if fused.NORM_FORMULAS[rule].activation else None
     wide = x.float() if groups > 1 else x
     _, scale = fused.rms_norm_reference(wide, weight, gate, rule, 1e-5, groups)
     backward = gradient.to(wide.dtype), wide, scale, weight, gate, rule, True
@@ -78,11 +78,11 @@ def tensors(made: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("rule", fused.NORM_RULES)
+@pytest.mark.parametrize("rule", fused.NORM_FORMULAS)
 def test_norms_of_no_tokens_have_gradients(rule: str, dtype: torch.dtype) -> None:
     """Float64 takes the reference form. Memory of no elements may have any strides."""
     for x in (draw(dtype, 0, 8), draw(dtype, 3, 0, 16)[..., ::2], draw(dtype, 1, 0, 8).expand(3, 0, 8)):
-        gate = x.clone().as_strided(x.shape, x.stride()) if fused.NORM_RULES[rule].activation else None
+        gate = x.clone().as_strided(x.shape, x.stride()) if fused.NORM_FORMULAS[rule].activation else None
         leaves = [each.requires_grad_() for each in (x, draw(dtype, 8), gate) if each is not None]
         made = fused.rms_norm(leaves[0], leaves[1], rule, 1e-6, gate)
         for found, like in zip(torch.autograd.grad(made.sum(), leaves), leaves, strict=True):
@@ -94,8 +94,8 @@ def test_norms_of_no_tokens_have_gradients(rule: str, dtype: torch.dtype) -> Non
     "calls",
     [
         *(lambda dtype, width=width: norm_calls(dtype, 3, 5, width) for width in (3, 31, 64, 1000)),
-        *(lambda dtype, rule=rule: norm_calls(dtype, 3, 5, 66, rule=rule) for rule in fused.NORM_RULES),
-        *(lambda dtype, rule=rule: norm_calls(dtype, 35, 99, rule=rule, groups=3) for rule in fused.NORM_RULES),
+        *(lambda dtype, rule=rule: norm_calls(dtype, 3, 5, 66, rule=rule) for rule in fused.NORM_FORMULAS),
+        *(lambda dtype, rule=rule: norm_calls(dtype, 35, 99, rule=rule, groups=3) for rule in fused.NORM_FORMULAS),
         *(lambda dtype, name=name: gated_calls(dtype, 2, 3, 1030, activation=name) for name in fused.ACTIVATIONS),
         lambda dtype: gated_calls(dtype, 2, 3, 1030, activation="quick_gelu", limit=2.0, offset=1.0),
         lambda dtype: rotary_calls(dtype, 5),

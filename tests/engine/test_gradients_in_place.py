@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatrain import Engine, Policy
 from megatrain.engine.autograd import GradientsInPlace
 from megatrain.engine.context import OpContext
-from megatrain.engine.gradient_accumulation import GradientAccumulator, SumMemory
+from megatrain.engine.gradient_accumulation import GradientAccumulator, SumBuffer
 from megatrain.spec import Numerics, ParamSpec, UnitSpec
 from megatrain.spec.layout import layout_of
 from tests.tiny import tiny_model, unequal_batches
@@ -52,7 +52,7 @@ def total_of(uses: list[Use], dtype: torch.dtype, in_place: bool) -> Tensor:
     torch.manual_seed(0)
     layout = layout_of(UNIT).trained
     flat = torch.full((layout.size,), float("nan"), dtype=dtype)
-    memory = SumMemory(layout, flat)
+    memory = SumBuffer(layout, flat)
     total, weight = GradientAccumulator(), torch.randn(ROWS, WIDTH)
     for use in uses:
         leaf, x = weight.clone().requires_grad_(), torch.randn(2, 7, WIDTH, requires_grad=True)

@@ -17,7 +17,7 @@ from megatrain.engine.chunked_loss import (
     cross_entropy_loss,
     cross_entropy_loss_and_gradient,
 )
-from megatrain.engine.gradient_accumulation import GradientAccumulator, SumMemory
+from megatrain.engine.gradient_accumulation import GradientAccumulator, SumBuffer
 from megatrain.engine.weights import BoundWeights, UnitBinder, UnitWeights, save_weights_by_name
 from megatrain.memory import Ledger, Pool
 from megatrain.schedule import build_step
@@ -137,7 +137,7 @@ def test_a_kept_graph_survives_its_slot_being_poisoned_bit_for_bit() -> None:
 def test_gradient_sums_reset_and_zero_untouched_ranges() -> None:
     flat = torch.full((LAYOUT.size,), float("nan"))
     total = GradientAccumulator()
-    total.sum_in(SumMemory(LAYOUT, flat))
+    total.sum_in(SumBuffer(LAYOUT, flat))
     for dtype in (torch.float32, torch.bfloat16):
         leaf = torch.zeros(6, 5, dtype=dtype, requires_grad=True)
         leaf.grad = torch.ones(6, 5, dtype=dtype)

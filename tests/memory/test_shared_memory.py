@@ -11,7 +11,7 @@ from megatrain.device import open_device
 from megatrain.device.host_memory import anonymous_file, identity_of, mapped_file
 from megatrain.dist import World
 from megatrain.errors import DeviceError, MegaTrainError, PlanError
-from megatrain.memory import Leased, Pool, SharedMemory, shared_memory
+from megatrain.memory import LeasedBuffers, Pool, SharedMemory, shared_memory
 from megatrain.memory.ledger import Ledger
 from megatrain.schedule import Buffer, Use
 from megatrain.schedule.contents import USED
@@ -33,7 +33,7 @@ def test_ranks_share_memory_and_count_only_their_own() -> None:
         pool.memory(own.name).fill_(world.rank + 1)
         world.meet()
         accesses = tuple(Access(each.name, 0, 100, USED) for each in peers)
-        with Leased(pool, Op("FETCH", "fetch", 0, reads=accesses, writes=())) as held:
+        with LeasedBuffers(pool, Op("FETCH", "fetch", 0, reads=accesses, writes=())) as held:
             for each in peers:
                 assert each.peer is not None
                 assert held[each.name].tolist() == [each.peer.rank + 1] * 100

@@ -15,7 +15,7 @@ import torch
 from megatrain.device.cpu import CpuDevice
 from megatrain.device.sim import SimDevice
 from megatrain.errors import DeviceError, DoesNotFit, OutOfDeviceMemory
-from megatrain.memory import Leased, Ledger, Pool, Store
+from megatrain.memory import LeasedBuffers, Ledger, Pool, Store
 from megatrain.memory.checksum import checksum
 from megatrain.schedule import Buffer, Use, build_step
 from megatrain.schedule.passes.state_buffers import state_name, state_nbytes
@@ -142,7 +142,7 @@ def test_leases_are_returned_after_failures() -> None:
     pool = Pool(CpuDevice(), Ledger())
     pool.provide(schedule.buffers.values())
     op = next(op for op in schedule.ops if op.kind == "FETCH")
-    with pytest.raises(RuntimeError), Leased(pool, op) as held:
+    with pytest.raises(RuntimeError), LeasedBuffers(pool, op) as held:
         assert set(held) == {access.buffer for access in (*op.reads, *op.writes)}
         assert pool.leases == 1
         with pytest.raises(DeviceError, match="1 leases are in use"):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatrain.model.fuse_layers import PAIRS
-from megatrain.model.fused import ACTIVATIONS, HALVES, NEIGHBOURS, NORM_RULES, ONCE, gated, rms_norm, rotary
+from megatrain.model.fused import ACTIVATIONS, HALVES, NEIGHBOURS, NORM_FORMULAS, ONCE, gated, rms_norm, rotary
 
 Function = Callable[..., Tensor | tuple[Tensor, ...]]
 DRAW = torch.Generator().manual_seed(0)
@@ -99,16 +99,16 @@ BOUNDS = [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)]
 
 
 @pytest.mark.parametrize(("dtype", "bound"), BOUNDS, ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("rule", NORM_RULES)
+@pytest.mark.parametrize("rule", NORM_FORMULAS)
 def test_norms_and_their_gradients_are_those_of_float64(rule: str, dtype: torch.dtype, bound: float) -> None:
     """Without and with a weight, in groups, and of a gate whose rows lie apart, in another order, or all in one."""
     inputs = draw(3, 5, 40), draw(2, 7, 3, 36).transpose(1, 2), draw(1, 64).expand(3, 64), draw(4, 30)[:, :20]
     for x, groups in zip(inputs, (1, 3, 2, 4), strict=True):
         gates = draw(*x.shape[:-1], 99)[..., : x.shape[-1]], draw(*x.shape), draw(x.shape[-1]).expand(x.shape)
-        for gate in gates if NORM_RULES[rule].activation else (None,):
+        for gate in gates if NORM_FORMULAS[rule].activation else (None,):
             gate = None if gate is None else gate.requires_grad_()
             weights = (draw(x.shape[-1]).requires_grad_(), None)
-            for weight in weights if not NORM_RULES[rule].offset else weights[:1]:
+            for weight in weights if not NORM_FORMULAS[rule].offset else weights[:1]:
                 args = x.requires_grad_(), weight, rule, 1e-2, gate, groups
                 compare(rms_norm, plainly_normed, *args, dtype=dtype, bound=bound)
 

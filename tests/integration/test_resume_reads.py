@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -56,10 +57,9 @@ def test_each_block_is_compared_once_and_read_once_by_the_drive(saved: Path, mon
     blocks: list[tuple[str, int]] = []
     compare = manifest._difference
 
-    def compared(path: Path, expected: FileSum, first: int, count: int = manifest._RUN) -> str:
-        name = path.relative_to(saved).as_posix()
-        blocks.extend((name, first + at) for at in range(min(count, len(expected.blocks) // manifest.DIGITS - first)))
-        return compare(path, expected, first, count)
+    def compared(folder: Path, files: Mapping[str, FileSum], run: manifest._Run) -> str:
+        blocks.extend((run.name, run.first + at) for at in range(run.blocks))
+        return compare(folder, files, run)
 
     monkeypatch.setattr(manifest, "_difference", compared)
     fill, take_up = PretrainedSource.fill, Parts.take_up

@@ -1,4 +1,4 @@
-"""What saves and exports read of state on the disk is what they write, and little beside it."""
+"""A save or an export of state on the disk reads hardly more bytes of it than it writes."""
 
 from __future__ import annotations
 
