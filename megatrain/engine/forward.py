@@ -113,6 +113,32 @@ def input_of(step: StepState, op: Op, lease: Lease, unit: int) -> Tensor:
     return activations.inputs[access.buffer]
 
 
+class WithoutCudnnAttention:
+    """Keeps PyTorch from cuDNN's kernel for attention with a mask, which it prefers on Hopper and Blackwell.
+
+    That kernel's backward pass can be NaN for the queries of a row whose length is an odd multiple of 64 (PyTorch 2.11
+    to 2.13, pytorch/pytorch issue 196678). PyTorch's other kernels are right, and so is cuDNN's without a mask.
+    """
+
+    def __enter__(self) -> None:
+        self._before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+    def __exit__(self, *failure: object) -> None:
+        torch.backends.cuda.enable_cudnn_sdp(self._before)
+
+
+def attention_kernels(call: Call, hidden: Tensor) -> AbstractContextManager[object]:
+    """A context in which a layer's attention takes kernels that are right for its arguments. hidden: [batch, length,
+    hidden size]."""
+    if not hidden.is_cuda:
+        return NOTHING
+    square = (hidden.shape[1],) * 2
+    tensors = (value for value in (*call.args, *call.kwargs.values()) if isinstance(value, Tensor))
+    masked = any(value.dim() == 4 and value.shape[2:] == square for value in tensors)
+    return WithoutCudnnAttention() if masked else NOTHING
+
+
 Run = Callable[[], tuple[Tensor, dict[int, Tensor]]]
 
 
@@ -139,6 +165,7 @@ class LayerCall:
         """Calls the layer: its output, and the side values that it makes. It has no frame of its own."""
         self._contexts = [
             self._keeping.running() if self._keeping else NOTHING,
+            attention_kernels(call, hidden),
             context.waiting_for_weights(step, op, lease),
             step.activations.answers[op.micro] if context.roles[op.unit].in_encoder else NOTHING,
         ]
@@ -209,6 +236,7 @@ class DifferentiableLayerCall(LayerCall):
             torch.enable_grad(),
             NOTHING if _weights_stay(step, op) else save_weights_by_name(bound, watched=step.phases is not NO_PAUSES),
             Answering(stored) if stored else NOTHING,
+            attention_kernels(call, hidden),
             context.waiting_for_weights(step, op, lease),
             leaves.in_place,
             step.activations.answers[op.micro] if context.roles[op.unit].in_encoder else NOTHING,

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +47,26 @@ def test_fused_functions_have_the_stock_models_gradients(family: str) -> None:
         assert equal(found, engine.gradients(unequal_batches()))
     assert fused_forms.has_gpu_kernels()
     assert max(relative_error(found[name], expected[name]) for name in expected) < 1e-5
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_attention_with_a_mask_is_not_cudnns(monkeypatch: pytest.MonkeyPatch, activations: str) -> None:
+    """Its gradients can be NaN on Hopper. Without a mask PyTorch may choose it, in the forward and when recomputing."""
+    calls, attention = list[tuple[bool, bool]](), torch.nn.functional.scaled_dot_product_attention
+
+    def recorded(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if args[0].is_cuda:
+            calls.append((kwargs["attn_mask"] is not None, torch.backends.cuda.cudnn_sdp_enabled()))
+        return attention(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
+    ids, mask = torch.arange(128).view(2, 64) % 50, torch.ones(2, 64, dtype=torch.long)
+    mask[0, 40:] = 0
+    whole: dict[str, Any] = {"input_ids": ids, "labels": ids}
+    with Engine.from_model(tiny_model("llama"), "cuda:0", "fp32", policy=Policy(activations=activations)) as engine:
+        engine.gradients([whole, {**whole, "attention_mask": mask}])
+    assert set(calls) == {(False, True), (True, False)}
+    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "lfm2_vl", "qwen3_vl"])
