@@ -4,12 +4,14 @@
 
 Sequences of 8,192 tokens, 4 and 16 per step. "In memory" is the same step with weights, gradients and optimizer state
 on the device and all graphs kept, whether that fits or not (`bench.zero3`). "Fused" is the first with fused functions
-in place of the library's (`policy.kernels`), and its share of that same speed in memory. The last columns say what is
-full: compute in the step, and the way to host memory in the forward pass. Every number is planned.
+in place of the library's (`policy.kernels`), its share of that same speed in memory, and its MFU: the step's necessary
+operations over what the device's peak would do in that time. The last columns say what is full: compute in the step,
+and the way to host memory in the forward pass. Every number is planned.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from unittest.mock import patch
@@ -17,6 +19,7 @@ from unittest.mock import patch
 from bench.shapes import llama_shape
 from bench.zero3 import in_memory
 from megatrain.plan import Plan, Question, activation_plan, find_plan, machine
+from megatrain.plan.cost import step_flops
 from megatrain.schedule import Timeline
 from megatrain.spec import NOT_OFFLOADED, SAVED_BY, Limits
 
@@ -36,6 +39,7 @@ class Row:
     """Where nothing but inputs of layers is offloaded."""
     fused: float
     """Planned with fused functions; all others are without."""
+    fused_mfu: float
     in_memory: float
     kept: Mapping[str, float]
     """Kind -> share of the layers and micro-batches that keep it."""
@@ -58,7 +62,9 @@ def compared(name: str, sequences: int) -> Row:
     kept = dict(sorted(plan.policy.kept_shares.items(), key=lambda item: -item[1]))
     busy = plan.timeline.utilisation("compute"), leaving(plan.timeline)
     planned, without, faster = (each.tokens_per_second for each in (plan, plain, fused))
-    return Row(name, sequences, planned, without, faster, speed, kept, *busy)
+    flops = step_flops(question.model, [(sequences, LENGTH)]) / (sequences * LENGTH)
+    mfu = faster * flops / (question.hardware.peak_flops or math.inf)
+    return Row(name, sequences, planned, without, faster, mfu, speed, kept, *busy)
 
 
 def leaving(timeline: Timeline) -> float:
@@ -82,15 +88,16 @@ def inputs_only(question: Question) -> Plan:
 
 
 def main() -> None:
-    heads = "planned tokens/s | sequences | outputs offloaded too | inputs only | fused | in memory"
+    heads = "planned tokens/s | sequences | outputs offloaded too | inputs only | fused | MFU | in memory"
     heads += " | kept | compute | way out"
-    print(f"| {heads} |\n{'|---' * 9}|")
+    print(f"| {heads} |\n{'|---' * 10}|")
     for name in MACHINES:
         for sequences in SEQUENCES:
             row = compared(name, sequences)
             speeds = (f"{each:,.0f} ({row.share(each):.2f})" for each in (row.planned, row.inputs_only, row.fused))
             kept = ", ".join(f"{share:.0%} {kind}" for kind, share in row.kept.items())
-            cells = name, sequences, *speeds, f"{row.in_memory:,.0f}", kept, f"{row.compute:.0%}", f"{row.way_out:.0%}"
+            shares = [f"{each:.0%}" for each in (row.fused_mfu, row.compute, row.way_out)]
+            cells = name, sequences, *speeds, shares[0], f"{row.in_memory:,.0f}", kept, *shares[1:]
             print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 

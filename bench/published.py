@@ -48,9 +48,21 @@ FILE = Path(__file__).with_suffix(".json")
 STREAM_SHARE = 0.8
 """Of the host memory's bandwidth that a source states: what STREAM reaches of it, as in `machines.json`."""
 
+FLASH_2 = {
+    512: (191.0e12, 123.2e12),
+    1024: (260.0e12, 166.8e12),
+    2048: (298.0e12, 203.0e12),
+    4096: (319.0e12, 228.1e12),
+    8192: (333.0e12, 239.2e12),
+    16384: (335.0e12, 260.2e12),
+}
+"""Length -> FLOPs per second of FlashAttention-2 on an H100, causal: forward by the FlashAttention-3 paper's figure,
+backward by what the forward leaves of both ways together in the FlashAttention repository's figure; a backward counts
+twice a forward, not 2.5 times. The systems here were measured with it or with FlashAttention-3; `machines.json` has the
+rates of cuDNN, which PyTorch chooses on Hopper from 2.11 on."""
+
 FLASH_3 = 1.75, 1.6
-"""FlashAttention-3 over -2 on Hopper, forward and backward: the middle of its paper's 1.5 to 2.0 and 1.5 to 1.75. The
-library of machines has FlashAttention-2's rates."""
+"""FlashAttention-3 over -2 on Hopper, forward and backward: the middle of its paper's 1.5 to 2.0 and 1.5 to 1.75."""
 
 FUSED_LOSS = 1 / 4
 """Traffic of a fused loss, which reads logits in bf16 twice and writes their gradient once, over ours in float32."""
@@ -349,11 +361,14 @@ def described(point: Point, taken: Way, at: Efficiencies) -> Hardware:
         found = replace(found, optimizer_bandwidth=server.optimizer_bandwidth)
     if stated := re.search(r"([\d.]+) GB/s", point.host):
         found = replace(found, host_dram_bandwidth=STREAM_SHARE * 1e9 * float(stated[1]))
-    forward, backward = FLASH_3 if taken.flash_3 and found.name.startswith(("NVIDIA H", "NVIDIA GH")) else (1.0, 1.0)
-    attention = tuple(
-        replace(row, forward_flops=forward * row.forward_flops, backward_flops=backward * row.backward_flops)
-        for row in found.attention
-    )
+    attention = found.attention
+    if found.name.startswith(("NVIDIA H", "NVIDIA GH")):
+        forward, backward = FLASH_3 if taken.flash_3 else (1.0, 1.0)
+        rates = [FLASH_2[row.length] for row in attention]
+        attention = tuple(
+            replace(row, forward_flops=forward * rate[0], backward_flops=backward * rate[1])
+            for row, rate in zip(attention, rates, strict=True)
+        )
     passing = (found.device_bandwidth or inf) / (at.fused if taken.kernels == "fused" else at.eager)
     softmax = (found.device_bandwidth or inf) / (FUSED_LOSS if taken.kernels == "fused" else 1.0)
     rows = ElementwiseRate("bf16", passing, passing / BACKWARD_PASSES), ElementwiseRate("fp32", softmax, softmax)
