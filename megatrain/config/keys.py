@@ -610,22 +610,6 @@ class OutputSection(Section):
     verify_export: bool = True
     """Whether to load the saved model with `from_pretrained` and compare its loss (below 1e9 parameters)."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _as_earlier(cls, value: Any) -> Any:
-        """Older files have `tensorboard: true` or `false` instead of `trackers`, and a `push` that is null."""
-        if not isinstance(value, dict):
-            return value
-        value = {key: given for key, given in value.items() if (key, given) != ("push", None)}
-        if not isinstance(value.get("tensorboard"), bool):
-            return value
-        rest = {key: given for key, given in value.items() if key != "tensorboard"}
-        named = as_list(rest.get("trackers", ()))
-        if not isinstance(named, list | tuple):
-            return rest
-        others = [name for name in named if name != "tensorboard"]
-        return {**rest, "trackers": ["tensorboard", *others] if value["tensorboard"] else others}
-
 
 class Config(Section):
     """The whole configuration of a run."""

@@ -219,9 +219,7 @@ def _prefixes(key: str) -> Iterator[str]:
 
 
 def _nearest(key: str) -> str:
-    """Advice for an unknown key: its new name, our name for it, or the most similar key."""
-    if now := new_name(key):
-        return f"it is {now} now"
+    """Advice for an unknown key: our name for it, or the most similar key."""
     section, _, name = key.rpartition(".")
     if instead := answer(name):
         return instead
@@ -264,18 +262,3 @@ def without_counterpart() -> Mapping[str, str]:
 def answer(name: str) -> str:
     """What to do instead of setting another trainer's key, in words; "" for an unknown key."""
     return f"in MegaTrain it is {keys_here()[name]}" if name in keys_here() else without_counterpart().get(name, "")
-
-
-def new_name(key: str) -> str:
-    """The present name of an earlier version's key, with its values if they differ; "" for any other key."""
-    return str(tables()["renamed"].get(key) or tables()["replaced"].get(key, ""))
-
-
-def with_new_names(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration written by an earlier version, as nested dicts, with the current names of its keys."""
-    current = {key: dict(value) if isinstance(value, Mapping) else value for key, value in tree.items()}
-    for old, new in tables()["renamed"].items():
-        (section, before), name = old.split("."), new.split(".")[1]
-        if before in (inside := current.get(section) or {}):
-            inside.setdefault(name, inside.pop(before))
-    return current

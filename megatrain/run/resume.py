@@ -23,7 +23,6 @@ from megatrain.checkpoint.load import Checkpoint
 from megatrain.checkpoint.manifest import quick_check
 from megatrain.checkpoint.peer_checkpoints import PeerCheckpoint
 from megatrain.config import Config, PolicySection, TrainSection
-from megatrain.config.load import with_new_names
 from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint, DataError
 from megatrain.formatting import counted
 from megatrain.model import Source, listed
@@ -41,9 +40,6 @@ SIZES = ("global_batch_size", "micro_batch_size", "gradient_accumulation_steps")
 """Keys of `train` that divide a step into micro-batches."""
 NUMERICS = tuple(field.name for field in fields(Numerics) if field.name != "precision")
 """Keys of `policy` that affect results, by rounding."""
-
-BY_ROWS = "rows"
-"""Value of `policy.wait_for` in an earlier version that rounded differently; its removal is reported."""
 
 FREE = (
     *("output", "trace", "resume", "accept_changes", "checkpoint", "memory", "disk", "lm_eval"),
@@ -151,17 +147,7 @@ def facts_of(resumed: Checkpoint) -> Mapping[str, Any]:
     if not isinstance(facts, dict) or not {"step", "data", "config"} <= facts.keys():
         fix = "start from it with model.path, or take a checkpoint of `megatrain train`"
         raise CheckpointError("was not written by a run", where=str(resumed.folder), fix=fix)
-    config = with_new_names(facts["config"])
-    return {**facts, "config": {**config, "policy": _renamed(config.get("policy") or {})}}
-
-
-def _renamed(policy: Mapping[str, Any]) -> dict[str, Any]:
-    """An older policy with current names: `kernels` was `compile`, true or false."""
-    renamed = dict(policy)
-    if "compile" in renamed:
-        compiles = renamed.pop("compile")
-        renamed.setdefault("kernels", None if compiles is None else "compile" if compiles else "stock")
-    return renamed
+    return facts
 
 
 def with_numbers(config: Config, numerics: Numerics) -> Config:
@@ -172,30 +158,17 @@ def with_numbers(config: Config, numerics: Numerics) -> Config:
 
 def as_begun(config: Config, resumed: Checkpoint) -> Config:
     """The configuration with the run's original batch sizes, where they are null now and fit those given, and with its
-    `data.bos` and `train.no_decay`, where they are not given now, whatever were the defaults of its version."""
+    numerics, where they are not given now."""
     if isinstance(resumed, PeerCheckpoint):
         return config
     train, then = config.train, _sizes(facts_of(resumed)["config"]["train"])
     given = {name: getattr(train, name) for name in SIZES if getattr(train, name) is not None}
     goes_on = all(then[name] == size for name, size in given.items())
-    kept: dict[str, Any] = (
-        {name: then[name] for name in ("micro_batch_size", "gradient_accumulation_steps")} if goes_on else {}
-    )
-    oldest = {"mlp_chunk_tokens": 0, "kernels": "stock"}  # for the oldest versions, which had neither key
-    engine = resumed.training["engine"]
-    numerics = {**oldest, **_renamed(engine["policy"]), **engine.get("numerics", {})}  # were once policy fields
-    overrides = config.policy.overrides
+    kept = {name: then[name] for name in ("micro_batch_size", "gradient_accumulation_steps")} if goes_on else {}
+    numerics, overrides = resumed.training["engine"]["numerics"], config.policy.overrides
     held = {name: numerics.get(name) for name in NUMERICS if name not in overrides}
-    if held.get("kernels") == "compile":
-        what = "is of layers by torch.compile, which this version does not offer"
-        raise ConfigError(what, where=str(resumed.folder), fix="set policy.kernels to fused or stock")
-    was = facts_of(resumed)["config"]
-    begun = {} if "bos" in config.data.model_fields_set else {"bos": was["data"].get("bos", False)}
-    if "no_decay" not in train.model_fields_set and "no_decay" in was["train"]:
-        kept["no_decay"] = tuple(was["train"]["no_decay"])
     return config.model_copy(
         update={
-            "data": config.data.model_copy(update=begun),
             "train": train.model_copy(update=kept),
             "policy": config.policy.model_copy(update=held),
         }
@@ -289,8 +262,7 @@ def changes_between(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[s
         flat |= {f"train.{name}": size for name, size in _sizes(tree["train"]).items()}
     left_open = {f"train.{name}" for name in SIZES if flat_now[f"train.{name}"] is None}
     keys = [key for key in flat_now if not _within(key, FREE) and key not in left_open]
-    keys += ["policy.wait_for"] if flat_before.get("policy.wait_for") == BY_ROWS else []
-    usual = _flat({"train": TrainSection.model_construct().model_dump(mode="json")})  # what an earlier version did
+    usual = _flat({"train": TrainSection.model_construct().model_dump(mode="json")})  # of keys that are newer
     known = {key: flat_before.get(key, usual.get(key, flat_now[key])) for key in keys}
     return {key: (value, flat_now[key]) for key, value in known.items() if value != flat_now[key]}
 

@@ -71,7 +71,6 @@ def as_saved(
         "applied": {name: version.applied for name, version in zip(names, streamed.versions, strict=True)},
         "missed": {name: count for version in streamed.versions for name, count in version.missed.items()},
         "seed": seed,
-        "precision": choice.numerics.precision,
         "max_grad_norm": streamed.max_grad_norm,
         "optimizer": streamed.algorithm.as_json(),
         "numerics": as_json(choice.numerics),
@@ -117,22 +116,22 @@ def optimizer_in(checkpoint: Checkpoint) -> Optimizer:
 
 
 def options_in(checkpoint: Checkpoint, given: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint's numerics and clipping, without what the caller of an engine has `given`, and without what an older
-    version or another trainer has not saved. A precision that is given replaces the numerics' own and, if it is
-    another, that of gradients. Raises `CheckpointError` for numerics that this version lacks."""
+    """A checkpoint's numerics and clipping, without what the caller of an engine has `given`; nothing of another
+    trainer's. A precision that is given replaces the numerics' own and, if it is another, that of gradients. Raises
+    `CheckpointError` for numerics that this version lacks."""
     if isinstance(checkpoint, PeerCheckpoint):
         return {}
     facts, held = facts_in(checkpoint), dict[str, Any]()
-    if "precision" in facts and given.get("numerics") is None:
-        saved = {"precision": facts["precision"], **facts.get("numerics", {})}
+    if given.get("numerics") is None:
+        saved = dict(facts["numerics"])
         if (precision := given.get("precision")) not in (None, saved["precision"]):
             saved |= {"precision": precision, "grad_precision": None}
         try:
             held["numerics"] = Numerics(**saved)
-        except (PlanError, TypeError) as error:  # of layers by torch.compile, say, or a newer version's
+        except (PlanError, TypeError) as error:  # a newer version's
             what = f"its numerics are none of this version ({error.what if isinstance(error, PlanError) else error})"
             raise CheckpointError(what, where=str(checkpoint.folder), fix="give numerics") from error
-    if "max_grad_norm" in facts and "max_grad_norm" not in given:
+    if "max_grad_norm" not in given:
         held["max_grad_norm"] = facts["max_grad_norm"]
     return held
 
@@ -211,7 +210,7 @@ def missed_in(checkpoint: Checkpoint, spec: ModelSpec, optimizer: Optimizer) -> 
     One that did not train then, or by another optimizer, and whose moments start as zeros, has had none.
     """
     facts = facts_in(checkpoint)
-    missed: Mapping[str, int] = facts.get("missed", {})  # absent in earlier versions
+    missed: Mapping[str, int] = facts["missed"]
     counts = {
         param.name: missed.get(param.name, 0) if _goes_on(checkpoint, optimizer, param) else facts["updates"]
         for param in _trained(spec)

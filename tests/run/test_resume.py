@@ -22,7 +22,6 @@ from megatrain.checkpoint.folder import newest_sound, open_checkpoint
 from megatrain.checkpoint.listing import checkpoints, step_of
 from megatrain.checkpoint.load import Checkpoint
 from megatrain.checkpoint.range_writer import RangeWriter
-from megatrain.config.load import tables
 from megatrain.errors import CheckpointError, ConfigError, DataError, NonFinite
 from megatrain.optim import Lion
 from megatrain.run.resume import as_begun, changes_between, refuse_changes
@@ -65,7 +64,8 @@ def steps_in(folder: Path) -> list[int]:
 
 def on_paper(folder: Path, config: dict[str, Any], step: int = 1, **engine: Any) -> Checkpoint:
     """A checkpoint of a run with that configuration, as far as its going on is decided."""
-    training = {"run": {"step": step, "data": {}, "config": config}, "engine": engine or {"policy": as_json(Policy())}}
+    engine = engine or {"numerics": as_json(Numerics()), "policy": as_json(Policy())}
+    training = {"run": {"step": step, "data": {}, "config": config}, "engine": engine}
     return cast(Checkpoint, SimpleNamespace(training=training, folder=folder))
 
 
@@ -233,14 +233,6 @@ def test_changed_data_under_the_same_name_is_detected(tmp_path: Path) -> None:
     assert len(losses(tmp_path / "run")) == 2
 
 
-def test_removed_row_gates_are_reported(tmp_path: Path) -> None:
-    """Their products were rounded otherwise; a run of an earlier version goes on with those of now."""
-    config = config_of(tmp_path).model_dump(mode="json")
-    rows = {**config, "policy": {**config["policy"], "wait_for": "rows"}}
-    assert changes_between(rows, config) == {"policy.wait_for": ("rows", None)}
-    assert changes_between({**config, "policy": {**config["policy"], "wait_for": "shard"}}, config) == {}
-
-
 def test_a_key_that_the_checkpoint_does_not_know_was_at_its_default(tmp_path: Path) -> None:
     """It is of an earlier version."""
     config = config_of(tmp_path).model_dump(mode="json")
@@ -250,37 +242,13 @@ def test_a_key_that_the_checkpoint_does_not_know_was_at_its_default(tmp_path: Pa
     assert changes_between(before, config) == {"train.learning_rates": ({}, {"*norm*": 0.0})}
 
 
-@pytest.mark.parametrize("earlier", [False, True])
-def test_a_run_keeps_its_numerics_on_resume(earlier: bool, tmp_path: Path) -> None:
-    """Of earlier versions they stand among the policy's fields."""
+def test_a_run_keeps_its_numerics_on_resume(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     numerics, policy = as_json(Numerics("fp32", loss_chunk_tokens=77, mlp_chunk_tokens=9)), as_json(Policy())
-    engine = {"policy": numerics | policy} if earlier else {"numerics": numerics, "policy": policy}
+    engine = {"numerics": numerics, "policy": policy}
     begun = as_begun(config, on_paper(tmp_path, config.model_dump(mode="json"), **engine)).policy.overrides
     assert (begun["loss_chunk_tokens"], begun["mlp_chunk_tokens"], begun["kernels"]) == (77, 9, "stock")
     assert "weight_slots" not in set(begun) - set(config.policy.overrides)
-
-
-@pytest.mark.parametrize(("then", "begun"), [(None, False), (False, False), (True, True)])
-@pytest.mark.parametrize("now", [None, True, False])
-def test_a_run_keeps_how_its_texts_begin(tmp_path: Path, then: bool | None, begun: bool, now: bool | None) -> None:
-    """Before the key was known no text began with a bos token."""
-    config = config_of(tmp_path, data={} if now is None else {"bos": now})
-    written = config.model_dump(mode="json")
-    del written["data"]["bos"]
-    written["data"] |= {} if then is None else {"bos": then}
-    assert as_begun(config, on_paper(tmp_path, written)).data.bos is (begun if now is None else now)
-
-
-@pytest.mark.parametrize("now", [(), ("vectors",)])
-def test_a_run_keeps_what_decays_unless_the_key_is_set(tmp_path: Path, now: tuple[str, ...]) -> None:
-    """The default was patterns of names, which took some matrices for norms."""
-    config = config_of(tmp_path, train={"no_decay": list(now)} if now else {})
-    written = config.model_dump(mode="json")
-    written["train"]["no_decay"] = ["*norm*", "*.bias"]
-    begun = as_begun(config, on_paper(tmp_path, written))
-    assert begun.train.no_decay == (now or ("*norm*", "*.bias"))
-    assert ("train.no_decay" in changes_between(written, begun.model_dump(mode="json"))) is bool(now)  # told
 
 
 # Faults --------------------------------------------------------------------------------------------------------------
@@ -468,34 +436,6 @@ def test_a_full_disk_for_metrics_does_not_end_the_run(
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
 
 
-@pytest.mark.parametrize(
-    ("then", "now", "told"),
-    [(True, "fused", "policy.kernels compile -> fused"), (True, None, None), (False, "stock", ""), (None, None, "")],
-)
-def test_checkpoints_with_old_policy_names_resume(
-    then: bool | None, now: str | None, told: str | None, tmp_path: Path
-) -> None:
-    config = config_of(tmp_path)
-    config = config.model_copy(update={"policy": config.policy.model_copy(update={"kernels": now})})
-    written = config.model_dump(mode="json")
-    written["policy"] = {key: value for key, value in written["policy"].items() if key != "kernels"} | {"compile": then}
-    older = {"compile": bool(then), "masters": "split"}
-    engine = {
-        key: value for key, value in (as_json(Numerics()) | as_json(Policy())).items() if key != "kernels"
-    } | older
-    taken = on_paper(tmp_path, written, policy=engine)
-    if told is None:
-        with pytest.raises(
-            ConfigError, match=r"torch\.compile, which this version does not offer; set policy.kernels to"
-        ):
-            as_begun(config, taken)
-        return
-    assert as_begun(config, taken).policy.kernels == (now or "stock")
-    said: list[str] = []
-    refuse_changes(config, taken, said.append)
-    assert said == ([f"changed since the checkpoint: {told}"] if told else [])
-
-
 THEN = {"global_batch_size": None, "micro_batch_size": 4, "gradient_accumulation_steps": 2}
 
 
@@ -544,22 +484,6 @@ def test_of_changed_mappings_only_what_differs_is_reported(tmp_path: Path) -> No
     muon = "{'momentum': 0.9, 'cut': {'*': 2}} -> {'momentum': 0.95, 'cut': {}}"
     rates = "train.learning_rates {'*head*': 0.2} -> {}"
     assert sorted(said[0].removeprefix("changed since the checkpoint: ").split("; ")) == [rates, f"train.muon {muon}"]
-
-
-def test_checkpoints_with_old_config_keys_resume(tmp_path: Path) -> None:
-    """Whatever has a new name since: nothing of it counts as a change, and a change is told by the new name."""
-    config = config_of(tmp_path)
-    written = config.model_dump(mode="json")
-    for before, now in tables()["renamed"].items():
-        section, name = before.split(".")
-        written[section][name] = written[section].pop(now.split(".")[1])
-    taken = on_paper(tmp_path, written, step=2)
-    said: list[str] = []
-    refuse_changes(config, taken, said.append)
-    assert said == []
-    written["train"]["lr"] = 0.5
-    refuse_changes(config, taken, said.append)
-    assert said == [f"changed since the checkpoint: train.learning_rate 0.5 -> {config.train.learning_rate}"]
 
 
 @pytest.mark.slow
