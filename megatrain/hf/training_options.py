@@ -19,7 +19,6 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from megatrain.errors import ConfigError, ModelError
 from megatrain.model import base_of
 from megatrain.model.adapters import adapter_of
-from megatrain.train.options import ANY, of_torch, same_settings
 
 Effect = Literal["same", "refused", "none"]
 LIBRARIES = ("transformers", "trl")
@@ -239,9 +238,8 @@ def refuse_keywords(given: dict[str, Any]) -> None:
     """Raise `ConfigError` for an argument of the constructor that is not supported."""
     optimizers = given.get("optimizers") or (None, None)
     if any(each is not None for each in optimizers):
-        what, fix = "optimizers are not supported", "set optim, learning_rate and lr_scheduler_type in the arguments"
-        if (theirs := of_torch(optimizers[0])) and (ours := same_settings(theirs)) != ANY:
-            fix = f"give engine_options={{'optimizer': {ours}}}, and set lr_scheduler_type in the arguments"
+        what = "optimizers are not supported"
+        fix = "set optim (or engine_options['optimizer']), learning_rate and lr_scheduler_type in the arguments"
         raise ConfigError(what, where="StreamedTrainer", fix=fix)
     for name, fix in (
         ("optimizer_cls_and_kwargs", "set optim and learning_rate in the arguments, or engine_options['optimizer']"),

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from fractions import Fraction
 from numbers import Real
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict, get_args
+from typing import Annotated, Literal, TypedDict, get_args
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +42,6 @@ from megatrain.train.schedule_cache import budgets, refuse_contradictions, refus
 
 Seed = Annotated[int, Bounds(-(1 << 63), (1 << 63) - 1)]
 Folders = tuple[str | Path, ...]
-ANY = "megatrain.AdamW(lr=...), megatrain.Lion(lr=...) or megatrain.Muon(lr=...)"
-"""Where no settings of ours are those of an optimizer of PyTorch."""
 
 
 class RunOptions(TypedDict, total=False):
@@ -70,8 +68,6 @@ class EngineOptions(RunOptions, total=False):
 
 @dataclass(frozen=True)
 class SourceInUnits:
-    """A source of structure and weights, with its model split into units."""
-
     source: Source
     ported: PortedModel
 
@@ -116,88 +112,18 @@ def checked_options(options: EngineOptions) -> EngineOptions:
 
 
 def refuse_other_optimizers(optimizer: object) -> None:
-    """Raise `ConfigError` for anything but ours, with a call that gives the same settings if there is one."""
+    """Raise `ConfigError` for anything but ours."""
     if isinstance(optimizer, Optimizer):
         return
     if isinstance(optimizer, type):
         what = f"{optimizer.__name__} is a class"
         raise ConfigError(what, where="optimizer", fix="make one: megatrain.AdamW(lr=...)")
-    if not (theirs := of_torch(optimizer)):
-        raise ConfigError(f"{shown(optimizer)} is not an optimizer", where="optimizer", fix="give a megatrain.AdamW")
-    names = " and a ".join(map(_name, theirs))
-    schedulers = "its learning-rate scheduler" if len(theirs) == 1 else "their learning-rate schedulers"
-    shared = " both hold a parameter, so they" if _overlap(theirs) else ""
-    what, ours = f"a {names}{shared} cannot update streamed weights, nor can {schedulers}", same_settings(theirs)
-    rate = "the rate to each step as lr"
-    if ours.startswith("megatrain.Muon"):
-        ours += ", which updates the matrices of layers unless `matrices` says otherwise"
-        rate = "their rate to each step as lr, which AdamW's follows"
-    raise ConfigError(what, where="optimizer", fix=f"give {ours}, and {rate}")
-
-
-def of_torch(given: object) -> list[torch.optim.Optimizer]:
-    """The optimizers of PyTorch in what is given as one: itself, or several in a list or a mapping; none for others."""
-    inside = given.values() if isinstance(given, Mapping) else given if isinstance(given, list | tuple) else [given]
-    optimizers = [each for each in inside if isinstance(each, torch.optim.Optimizer)]
-    return optimizers if len(optimizers) == len(inside) else []
-
-
-def same_settings(optimizers: Sequence[torch.optim.Optimizer]) -> str:
-    """Code for our AdamW, or our Muon with it, with the same settings; a generic call if there is none."""
-    muons = [each for each in optimizers if isinstance(each, torch.optim.Muon)]
-    others = [each for each in optimizers if each not in muons]
-    if len(muons) > 1 or len(others) > 1 or _overlap(optimizers):
-        return ANY
-    adamw = _same_adamw(others[0]) if others else "megatrain.AdamW(lr=...)"
-    return _same_muon(muons[0], adamw) if muons else adamw
-
-
-def _name(optimizer: torch.optim.Optimizer) -> str:
-    module, name = type(optimizer).__module__, type(optimizer).__name__
-    return f"torch.optim.{name}" if module.startswith("torch.optim.") else f"{module}.{name}"
-
-
-def _overlap(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
-    """Whether a parameter is in two of them, and so would be updated twice."""
-    held = [id(p) for each in optimizers for group in each.param_groups for p in group["params"]]
-    return len(held) > len({*held})
-
-
-def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The settings of each group; under a scheduler, with the learning rate that it began with."""
-    groups = ({**optimizer.defaults, **group} for group in optimizer.param_groups)
-    return [{**group, "lr": float(group.get("initial_lr", group["lr"]))} for group in groups]
-
-
-def _same_muon(optimizer: torch.optim.Optimizer, adamw: str) -> str:
-    groups = [{key: group[key] for key in optimizer.defaults} for group in _groups(optimizer)]
-    if adamw == ANY or any(group != groups[0] for group in groups):
-        return ANY
-    usual = {name: getattr(Muon, name) for name in ("ns_coefficients", "eps", "ns_steps")}
-    settings = groups[0] | {"adjust_lr_fn": groups[0]["adjust_lr_fn"] or "original"}
-    settings["ns_coefficients"] = tuple(settings["ns_coefficients"])
-    given = {key: value for key, value in settings.items() if value != usual.get(key)}
-    return f"megatrain.Muon({', '.join(f'{key}={value!r}' for key, value in given.items())}, adamw={adamw})"
-
-
-def _same_adamw(optimizer: torch.optim.Optimizer) -> str:
-    groups = _groups(optimizer)
-    decays = sorted({float(group.get("weight_decay", 0.0)) for group in groups})
-    alike = len({str([group.get(key) for key in ("betas", "eps")]) for group in groups}) == 1
-    decoupled = all(group.get("decoupled_weight_decay") for group in groups) or decays == [0.0]
-    odd = any(group.get(key) for group in groups for key in ("amsgrad", "maximize"))
-    adam = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)  # a subclass may do anything
-    if not adam or not alike or not decoupled or odd or len({*decays} - {0.0}) > 1:
-        return ANY
-    first = groups[0]
-    settings = {"lr": first["lr"], "betas": tuple(map(float, first["betas"])), "eps": first["eps"]}
-    text = ", ".join(f"{key}={value!r}" for key, value in {**settings, "weight_decay": decays[-1]}.items())
-    text += ", no_decay=(patterns of names,)" if len(decays) > 1 else ""
-    others = dict.fromkeys(group["lr"] for group in groups if group["lr"] != first["lr"])
-    text += (
-        f", learning_rates=({''.join(f'(pattern of names, {rate!r}), ' for rate in others).rstrip()})" if others else ""
-    )
-    return f"megatrain.AdamW({text})"
+    what = f"{shown(optimizer)} is not an optimizer of megatrain"
+    if isinstance(optimizer, torch.optim.Optimizer):
+        name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+        what = f"a {name} cannot update streamed weights, nor can its learning-rate scheduler"
+    fix = "give megatrain.AdamW, Lion or Muon (matrices of layers; its `adamw` updates all else) with the same settings"
+    raise ConfigError(what, where="optimizer", fix=f"{fix}, and the rate of each step as lr")
 
 
 def optimizer_of(options: EngineOptions, ported: PortedModel) -> Optimizer:
@@ -244,7 +170,6 @@ def numerics_of(options: EngineOptions) -> Numerics:
 
 
 def limits_of(options: EngineOptions) -> Limits:
-    """The given limits, or none."""
     return options.get("limits") or Limits()
 
 

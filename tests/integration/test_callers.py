@@ -355,101 +355,20 @@ def test_the_callers_default_device_does_not_matter(device: str, tmp_path: Path)
         assert made.steps == 1
 
 
-def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
-    """Parameters with and without weight decay, as in every trainer."""
-    parameters = dict(model.named_parameters())
-    norms = [parameter for name, parameter in parameters.items() if "norm" in name]
-    others = [parameter for name, parameter in parameters.items() if "norm" not in name]
-    return [{"params": others, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
-
-
-def matrices_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    return [parameter for name, parameter in model.named_parameters() if name.endswith("proj.weight")]
-
-
-def muon_and_adamw(model: torch.nn.Module, of_adamw: Any = None, **of_muon: Any) -> list[torch.optim.Optimizer]:
-    """As users of `torch.optim.Muon` set it up, with rates of 0.001 and 0.0003."""
-    others = [parameter for name, parameter in model.named_parameters() if not name.endswith("proj.weight")]
-    muon = torch.optim.Muon(of_muon.pop("params", matrices_of(model)), **of_muon)
-    return [muon, torch.optim.AdamW(others, **{"lr": 3e-4, **(of_adamw or {})})]
-
-
-def warming_up(optimizers: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    """With schedulers that have set their rates to zero."""
-    for optimizer in optimizers:
-        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
-        assert optimizer.param_groups[0]["lr"] == 0
-    return optimizers
-
-
-def in_two(parameters: list[torch.nn.Parameter], of_second: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{"params": parameters[:1]}, {"params": parameters[1:], **of_second}]
-
-
-class OwnAdamW(torch.optim.AdamW):
-    """May do anything."""
-
-
-OTHERS = "or megatrain.Muon"
-PAIR = (
-    r"a torch.optim.Muon and a torch.optim.AdamW cannot .*, nor can their .* give megatrain.Muon\(lr=0.001, "
-    r"weight_decay=0.1, momentum=0.95, nesterov=True, adjust_lr_fn='original', adamw=megatrain.AdamW\(lr=0.0003, .*, "
-    r"weight_decay=0.01\)\), which updates the matrices of layers unless `matrices` says otherwise, and their rate to "
-    "each step as lr, which AdamW's follows$"
-)
-
-
 @pytest.mark.parametrize(
     ("make", "says"),
     [
         (
             lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4),
-            r"give megatrain.AdamW\(lr=0.0003, betas=\(0.9, 0.999\), eps=1e-08, weight_decay=0.01\), and the rate",
+            "a torch.optim.adamw.AdamW cannot .*, nor can its .*; give megatrain.AdamW, .* and the rate of each step",
         ),
-        (
-            lambda model: torch.optim.AdamW(groups(model), betas=(0.9, 0.95)),
-            r"AdamW\(lr=0.001, betas=\(0.9, 0.95\), eps=1e-08, weight_decay=0.1, no_decay=\(patterns of names,\)\)",
-        ),
-        (
-            lambda model: torch.optim.AdamW(
-                [{"params": [model.lm_head.weight]}, {"params": [model.model.norm.weight], "lr": 1e-5}], lr=1e-4
-            ),
-            r"AdamW\(lr=0.0001, .* weight_decay=0.01, learning_rates=\(\(pattern of names, 1e-05\),\)\)",
-        ),
-        (lambda model: torch.optim.Adam(model.parameters()), r"AdamW\(lr=0.001, .* weight_decay=0.0\)"),
-        (lambda model: torch.optim.Adam(model.parameters(), weight_decay=0.1), OTHERS),
-        (lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True), OTHERS),
-        (lambda model: torch.optim.SGD(model.parameters()), "torch.optim.SGD cannot .* or megatrain.Muon"),
-        (muon_and_adamw, PAIR),
-        (lambda model: warming_up(muon_and_adamw(model)), PAIR),
-        (lambda model: muon_and_adamw(model, lr=torch.tensor(0.001, dtype=torch.float64)), PAIR),
-        (lambda model: muon_and_adamw(model, ns_coefficients=[3.4445, -4.775, 2.0315]), PAIR),
-        (
-            lambda model: muon_and_adamw(model, nesterov=False, momentum=0.9, weight_decay=0, ns_steps=6),
-            r"Muon\(lr=0.001, weight_decay=0, momentum=0.9, nesterov=False, ns_steps=6, adjust_lr_fn='original', adamw",
-        ),
-        *((lambda model, odd=odd: muon_and_adamw(model, {odd: True}), OTHERS) for odd in ("maximize", "amsgrad")),
-        *(
-            (lambda model, second=second: muon_and_adamw(model, params=in_two(matrices_of(model), second)), OTHERS)
-            for second in ({"lr": 0.1}, {"weight_decay": 0.0}, {"ns_steps": 4}, {"nesterov": False})
-        ),
-        (
-            lambda model: [torch.optim.Muon(matrices_of(model)), torch.optim.AdamW(groups(model))],
-            f"Muon and a torch.optim.AdamW both hold a parameter, so they cannot .* {OTHERS}",
-        ),
-        (lambda model: OwnAdamW(model.parameters()), rf"a \S*test_callers.OwnAdamW cannot .* {OTHERS}"),
-        (
-            lambda model: torch.optim.Muon(matrices_of(model), ns_steps=6, adjust_lr_fn="match_rms_adamw"),
-            r"Muon\(.*ns_steps=6, adjust_lr_fn='match_rms_adamw', adamw=megatrain.AdamW\(lr=...\)\), which",
-        ),
-        (lambda model: [*map(torch.optim.Muon, [matrices_of(model)] * 2)], OTHERS),
-        (lambda model: (AdamW(), torch.optim.AdamW(model.parameters())), "is not an optimizer; give a megatrain.AdamW"),
+        (lambda model: [torch.optim.SGD(model.parameters())], r"\[SGD .* is not an optimizer of megatrain; give"),
         (lambda model: AdamW, "AdamW is a class; make one"),
         (lambda model: torch.optim.AdamW, "AdamW is a class; make one"),
-        (lambda model: "adamw", "'adamw' is not an optimizer; give a megatrain.AdamW"),
+        (lambda model: "adamw", "'adamw' is not an optimizer of megatrain; give megatrain.AdamW"),
     ],
 )
-def test_torch_optimizers_are_refused_with_an_equivalent(make: Callable[[torch.nn.Module], Any], says: str) -> None:
+def test_other_optimizers_are_refused(make: Callable[[torch.nn.Module], Any], says: str) -> None:
     model = tiny_model()
     with pytest.raises(ConfigError, match=rf"^optimizer: .*{says}"):
         Engine.from_model(model, optimizer=make(model))
@@ -496,7 +415,7 @@ def test_hyperparameters_are_not_set_by_assignment(engine: Engine) -> None:
     for name, value in (("optimizer", AdamW(lr=1.0)), ("max_grad_norm", 3.0)):
         with pytest.raises(AttributeError, match="has no setter"):
             setattr(engine, name, value)
-    with pytest.raises(ConfigError, match=r"optimizer: a torch\.optim\.AdamW cannot update"):
+    with pytest.raises(ConfigError, match=r"optimizer: a torch\.optim\.adamw\.AdamW cannot update"):
         engine.set_optimizer(torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="optimizer: None is not an optimizer"):
         engine.set_optimizer(None)  # type: ignore[arg-type]
