@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from megatrain.data.loader import Loader
 from megatrain.dist import World
 from megatrain.errors import NonFinite
-from megatrain.spec import Policy
-from megatrain.train.events import Ended, Event, RolledBack, Skipped, Stepped, Watcher
+from megatrain.train.engine import Engine
+from megatrain.train.events import Ended, Event, RolledBack, Skipped, StepOutput, Stepped, Watcher
 from megatrain.train.stop import OutOfTime
 
 MicroBatches = Sequence[Mapping[str, Any]]
@@ -27,47 +28,8 @@ Clock = Callable[[], float]
 """Seconds since any fixed origin."""
 
 
-class StepOutput(Protocol):
-    """The results of a step that the loop reads; see `train.engine.StepOutput`."""
-
-    @property
-    def loss(self) -> float: ...
-    @property
-    def grad_norm(self) -> float: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def stall_seconds(self) -> float: ...
-    @property
-    def written_nbytes(self) -> int: ...
-    @property
-    def metrics(self) -> Mapping[str, float]: ...
-
-
-class Measures(Protocol):
-    """What the loop reports of an engine; see `train.diagnostics.Diagnostics`."""
-
-    def step_flops(self, micro_batches: MicroBatches) -> float: ...
-    def peak_flops(self) -> float: ...
-    def memory_table(self) -> Mapping[tuple[str, str], int]: ...
-
-
-class Trainable(Protocol):
-    """What the loop needs from an engine; see `train.engine.Engine`."""
-
-    def step(self, micro_batches: MicroBatches, lr: float | None = None, loss_fn: Any = None) -> StepOutput: ...
-    @property
-    def diagnostics(self) -> Measures: ...
-    @property
-    def policy(self) -> Policy: ...
-    @property
-    def world(self) -> World: ...
-
-
 @dataclass(frozen=True, slots=True)
 class RunSteps:
-    """The steps of a run and their learning rates."""
-
     steps: int
     """Number of the last step."""
     lr: Callable[[int], float]
@@ -80,16 +42,13 @@ class RunSteps:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Something to do between steps: after every `every` steps (0: never) and the last; or only after one, `once`."""
+    """Something to do between steps: after every `every` steps (0: never) and the last."""
 
     every: int
     run: Callable[[int], Event | None]
     """Number of steps done -> events to report, if any."""
-    once: int | None = None
 
     def is_due(self, step: int, steps: int) -> bool:
-        if self.once is not None:
-            return step == self.once
         return step == steps or (self.every > 0 and step % self.every == 0)
 
 
@@ -112,7 +71,7 @@ class BetweenSteps:
 
 
 def train(
-    engine: Trainable,
+    engine: Engine,
     batches: Iterable[MicroBatches],
     course: RunSteps,
     loss_fn: Any = None,
@@ -196,9 +155,7 @@ class _Measured(NamedTuple):
     peak_flops: float
 
 
-def _stepped(
-    engine: Trainable, course: RunSteps, out: StepOutput, step: int, rate: float, measured: _Measured
-) -> Stepped:
+def _stepped(engine: Engine, course: RunSteps, out: StepOutput, step: int, rate: float, measured: _Measured) -> Stepped:
     epoch, epochs = course.epochs()
     event = Stepped(
         step=step,
@@ -236,7 +193,7 @@ def _of_all(event: Stepped, measured: _Measured, world: World) -> Stepped:
     return replace(event, nbytes=nbytes, slowest=(seconds.index(longest), longest / mean if mean else 1.0))
 
 
-def _by_tier(engine: Trainable) -> dict[str, int]:
+def _by_tier(engine: Engine) -> dict[str, int]:
     totals: Counter[str] = Counter()
     for (tier, _), nbytes in engine.diagnostics.memory_table().items():
         totals[tier] += nbytes
@@ -252,14 +209,6 @@ def _hopeless(step: int, in_a_row: int, last: NonFinite) -> NonFinite:
 
 
 # The data feed --------------------------------------------------------------------------------------------------------
-
-
-class Loader(Protocol):
-    """Endless steps from a position that can be saved; `data.Loader` is one."""
-
-    def __next__(self) -> Sequence[Mapping[str, Any]]: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Feed:
@@ -289,7 +238,6 @@ class Feed:
                 return micro_batches
 
     def state(self) -> dict[str, Any]:
-        """The position of the next draw, in plain values."""
         return {"drawn": self.drawn, "left_out": sorted(self.left_out), "loader": self.loader.state_dict()}
 
     def restore(self, state: Mapping[str, Any]) -> None:

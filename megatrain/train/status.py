@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from megatrain.errors import typed_line
 from megatrain.system.paths import written_whole
@@ -40,21 +40,11 @@ from megatrain.train.events import (
 )
 
 if TYPE_CHECKING:
-    from megatrain.train.async_save import Saver
-    from megatrain.train.diagnostics import Diagnostics
+    from megatrain.train.engine import Engine
 
 STATUS = "status.json"
 THREADS = "megatrain-"
 """Prefix of our threads' names."""
-
-
-class Watched(Protocol):
-    """What is asked of an engine from another thread; see `train.engine.Engine`."""
-
-    @property
-    def saver(self) -> Saver: ...
-    @property
-    def diagnostics(self) -> Diagnostics: ...
 
 
 @dataclass(frozen=True)
@@ -79,7 +69,7 @@ class Health:
     def __init__(
         self,
         path: Path,
-        engine: Watched,
+        engine: Engine,
         steps: int,
         pace: Intervals,
         *,
