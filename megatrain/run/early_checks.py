@@ -6,18 +6,15 @@ machines. An earlier run in the same folder is checked by `existing_run`.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 
 from megatrain.config import Config, TrainSection
 from megatrain.data.detect_kind import require_source
 from megatrain.data.sample_formats import Format, Schema
 from megatrain.data.tokenizer import refuse_absent_tokenizer
-from megatrain.errors import ConfigError, DeviceError, MegaTrainError
+from megatrain.errors import ConfigError, MegaTrainError
 from megatrain.plan import load_hardware
 from megatrain.plan.measured_models import known_names, refuse_absent
 from megatrain.spec.device_name import parse_device
@@ -39,7 +36,7 @@ def keys_named() -> Iterator[None]:
 
 @keys_named()
 def refuse_mistakes(config: Config) -> None:
-    """Raise a `MegaTrainError` for a tracker that is not installed, an unknown or missing device, an unknown machine,
+    """Raise a `MegaTrainError` for a tracker that is not installed, an unknown device, an unknown machine,
     too many tokens per step, a folder that is not writable, keys that do not fit the data's format, and a model,
     tokenizer or data that is missing."""
     refuse_missing(config.output.trackers)
@@ -49,7 +46,6 @@ def refuse_mistakes(config: Config) -> None:
     length = config.data.sequence_length
     refuse_huge_step(config.train.sequences * length, "train.global_batch_size", ConfigError, tokens_each=length)
     _refuse_unwritable(config)
-    _refuse_absent_driver(config.train.device)
     for name in (config.model.path, config.model.config):
         if isinstance(name, str) and config.resume is None:
             refuse_absent(name)
@@ -69,20 +65,6 @@ def schema_of(config: Config) -> Schema:
     schema = Schema(chosen, data.columns, data.tags, data.images)
     schema.refuse_unused()
     return schema
-
-
-def _refuse_absent_driver(device: str) -> None:
-    """Raise `DeviceError` for a CUDA device without NVIDIA's driver, before torch is imported, which asks for it too.
-
-    PyTorch's builds for AMD need none, nor does what has registered itself with a torch that is there.
-    """
-    if not device.startswith("cuda") or sys.platform != "linux" or "torch" in sys.modules or "rocm" in version("torch"):
-        return
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        what = "this machine has no CUDA driver (libcuda.so.1)"
-        raise DeviceError(what, where=device, fix="set train.device=cpu, or install the driver") from error
 
 
 def _refuse_unwritable(config: Config) -> None:

@@ -52,18 +52,6 @@ def test_early_checks_import_no_slow_library(tmp_path: Path) -> None:
         assert words in line
 
 
-def test_a_cuda_device_without_a_driver_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
-    save_config(configuration(tmp_path), tmp_path / "config.yaml")
-    without = """
-import ctypes
-def absent(name):
-    raise OSError(f"{name}: cannot open shared object file")
-ctypes.CDLL = absent
-"""
-    (line,) = before_torch_import.told([f"train {tmp_path}/config.yaml train.device=cuda:0"], tmp_path, before=without)
-    assert line.startswith("error: cuda:0: this machine has no CUDA driver (libcuda.so.1); set train.device=cpu")
-
-
 def test_valid_configs_pass(tmp_path: Path) -> None:
     config = configuration(tmp_path)
     refuse_mistakes(config)
