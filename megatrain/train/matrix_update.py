@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,13 +17,16 @@ from megatrain.spec.layout import MatrixGroup
 from megatrain.train import torch_muon
 
 
-class Stacked(Protocol):
-    """A trained parameter: the elements that it has of its unit, and (rows, columns) of each of its matrices."""
+class TrainedParameter(NamedTuple):
+    """A parameter that is updated, and what decides how."""
 
-    @property
-    def segments(self) -> Sequence[Segment]: ...
-    @property
-    def shape(self) -> tuple[int, int]: ...
+    name: str
+    group: int
+    """Number of the group whose learning rate it has (`Optimizer.group`)."""
+    segments: tuple[Segment, ...]
+    """(start, stop, decays) of its elements in the unit's state buffers; with several ranks, of those of this rank."""
+    shape: tuple[int, int] = (0, 0)
+    """Rows and columns of each of its matrices, if these are updated whole."""
 
 
 Shaped = tuple[F32, list[Segment]]
@@ -43,22 +46,22 @@ class MuonUpdate:
 
     @staticmethod
     def of(optimizer: Optimizer, lr: float, grad_scale: float = 1.0) -> MuonUpdate | None:
-        """The factors of an update by this optimizer, if it updates matrices whole. Raises as `Muon.matrix_scalars`
-        does."""
+        """The factors of an update by this optimizer, if it updates matrices whole. Raises as `Muon.matrix_scalars`."""
         if not isinstance(optimizer, Muon):
             return None
         return MuonUpdate(optimizer, lr, optimizer.matrix_scalars(lr=lr, grad_scale=grad_scale))
 
-    def momentum_on_host(self, arrays: MomentumArrays[Tensor], segments: Sequence[Segment], threads: int) -> None:
-        """The first step, in host memory. segments: as `within` returns them."""
-        given = MomentumArrays(*map(as_numpy, (arrays.momenta, arrays.gradient, arrays.direction)))
-        momentum_on_host(given, self.scalars, segments, nesterov=self.muon.nesterov, threads=threads)
-
-    def momentum_on_device(
-        self, arrays: MomentumArrays[Tensor], segments: Sequence[Segment], flag: Tensor | None
+    def momentum(
+        self, arrays: MomentumArrays[Tensor], segments: Sequence[Segment], flag: Tensor | None, threads: int
     ) -> None:
-        """The same on the device. flag: a bool there; if false nothing changes."""
-        torch_muon.momentum_on_device(arrays, self.scalars, segments, nesterov=self.muon.nesterov, flag=flag)
+        """The first step. segments: as `within` returns them. flag: a bool on the device; if false nothing changes.
+        threads: on the host; 0 on the device."""
+        nesterov = self.muon.nesterov
+        if not threads:
+            torch_muon.momentum_on_device(arrays, self.scalars, segments, nesterov=nesterov, flag=flag)
+            return
+        given = MomentumArrays(*map(as_numpy, (arrays.momenta, arrays.gradient, arrays.direction)))
+        momentum_on_host(given, self.scalars, segments, nesterov=nesterov, threads=threads)
 
     def orthogonalize(self, group: MatrixGroup, direction: Tensor) -> None:
         """The second step, where the direction is."""
@@ -66,7 +69,7 @@ class MuonUpdate:
             whole = direction[start - group.start : start - group.start + stacked * rows * columns]
             torch_muon.orthogonalize(whole, (stacked, rows, columns), self.muon)
 
-    def shaped(self, parameters: Sequence[Stacked], start: int, stop: int, first: int) -> Shaped:
+    def shaped(self, parameters: Sequence[TrainedParameter], start: int, stop: int, first: int) -> Shaped:
         """What the third step needs to know of elements [start, stop) of a unit, counted from `first`."""
         known: dict[tuple[int, int], int] = {}
         segments = []
@@ -74,21 +77,18 @@ class MuonUpdate:
             segments.append((begin - first, end - first, known.setdefault(shape, len(known))))
         return np.array([self.muon.rate(self.lr, *shape) for shape in known], np.float32), segments
 
-    def apply_on_host(
-        self, masters: Sequence[Tensor], direction: Tensor, rates: F32, segments: Sequence[Segment], threads: int
+    def apply(
+        self, masters: Sequence[Tensor], direction: Tensor, shaped: Shaped, flag: Tensor | None, threads: int
     ) -> None:
-        """The third step, in host memory."""
-        given = tuple(map(as_numpy, masters))
-        apply_on_host(given, as_numpy(direction), self.scalars.keep, rates, segments, threads=threads)
-
-    def apply_on_device(
-        self, masters: Sequence[Tensor], direction: Tensor, rates: F32, segments: Sequence[Segment], flag: Tensor | None
-    ) -> None:
-        """The same on the device."""
-        torch_muon.apply_on_device(tuple(masters), direction, self.scalars.keep, rates, segments, flag=flag)
+        """The third step. flag, threads: as of `momentum`."""
+        keep = self.scalars.keep
+        if not threads:
+            torch_muon.apply_on_device(tuple(masters), direction, keep, *shaped, flag=flag)
+            return
+        apply_on_host(tuple(map(as_numpy, masters)), as_numpy(direction), keep, *shaped, threads=threads)
 
 
-def within(parameters: Sequence[Stacked], start: int, stop: int, moved: int) -> list[Segment]:
+def within(parameters: Sequence[TrainedParameter], start: int, stop: int, moved: int) -> list[Segment]:
     """(start, stop, moves) of the matrices among elements [start, stop) of a unit, counted from `start`. Those before
     `moved` have their momentum already."""
     segments: list[Segment] = []
@@ -98,7 +98,9 @@ def within(parameters: Sequence[Stacked], start: int, stop: int, moved: int) -> 
     return segments
 
 
-def _matrices(parameters: Sequence[Stacked], start: int, stop: int) -> Iterator[tuple[int, int, tuple[int, int]]]:
+def _matrices(
+    parameters: Sequence[TrainedParameter], start: int, stop: int
+) -> Iterator[tuple[int, int, tuple[int, int]]]:
     """(start, stop, shape) of the elements in [start, stop) of parameters that are updated as whole matrices."""
     for parameter in parameters:
         for begin, end, _ in parameter.segments if parameter.shape[0] else ():

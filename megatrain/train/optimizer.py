@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,20 +44,8 @@ from megatrain.schedule.passes.pieces import Piece
 from megatrain.spec import ModelSpec, Part, Policy
 from megatrain.spec.layout import NORM_BLOCK, OWNED, Layout, MatrixGroup, Ownership, layout_of
 from megatrain.train.device_update import arrays_in, kernels_for, sum_of_squares_on_device, update_on_device
-from megatrain.train.matrix_update import MuonUpdate, as_numpy, within
+from megatrain.train.matrix_update import MuonUpdate, TrainedParameter, as_numpy, within
 from megatrain.train.options import threads_of
-
-
-class TrainedParameter(NamedTuple):
-    """A parameter that is updated, and what decides how."""
-
-    name: str
-    group: int
-    """Number of the group whose learning rate it has (`Optimizer.group`)."""
-    segments: tuple[Segment, ...]
-    """(start, stop, decays) of its elements in the unit's state buffers; with several ranks, of those of this rank."""
-    shape: tuple[int, int] = (0, 0)
-    """Rows and columns of each of its matrices, if these are updated whole."""
 
 
 @dataclass(slots=True)
@@ -76,7 +64,6 @@ class UnitVersion:
     """Whether it is being changed, or was when that failed: nobody knows which elements have changed."""
 
     def count(self, left_out: Collection[str]) -> None:
-        """One more update has been applied, except to some parameters."""
         self.applied, self.reached, self.moved = self.applied + 1, 0, 0
         for name in left_out:
             self.missed[name] = self.missed.get(name, 0) + 1
@@ -314,10 +301,8 @@ class StreamedOptimizer:
         norm = math.sqrt(math.fsum(number for of_rank in squares_by_rank for number in of_rank))
         if self._deferred:
             clipping = 1.0 if self.max_grad_norm is None else clip_scale(norm, self.max_grad_norm)
-            factors, of_matrices = (
-                factors_of(self.algorithm, self._lr, self.updates + 1, clipping),
-                MuonUpdate.of(self.algorithm, self._lr, clipping),
-            )
+            factors = factors_of(self.algorithm, self._lr, self.updates + 1, clipping)
+            of_matrices = MuonUpdate.of(self.algorithm, self._lr, clipping)
             self._update = Update(self._gradients, factors, set(self.trained), of_matrices)
         self._ranks_differ = False
         return norm
@@ -366,6 +351,7 @@ class StreamedOptimizer:
             return
         (first, stop), version = elements, self.versions[unit]
         known, parameters = update.gradients[unit], self._parameters[unit]
+        threads = 0 if unit in self._on_device else self.threads
         assert update.matrices is not None
         is_change = stop > version.moved
         if is_change:
@@ -375,12 +361,9 @@ class StreamedOptimizer:
         for (start, end), direction in directions:
             inside = slice(start - first, end - first)
             given = MomentumArrays(momenta[inside], gradient[inside], direction)
-            for flag, covered in known.cases(parameters, on_device=unit in self._on_device):
+            for flag, covered in known.cases(parameters, on_device=not threads):
                 segments = within(covered, start, end, version.moved)
-                if unit in self._on_device:
-                    update.matrices.momentum_on_device(given, segments, flag)
-                else:
-                    update.matrices.momentum_on_host(given, segments, self.threads)
+                update.matrices.momentum(given, segments, flag, threads)
         if is_change:
             version.is_torn, version.moved = False, stop
 
@@ -403,6 +386,7 @@ class StreamedOptimizer:
             return
         (first, stop), version = elements, self.versions[unit]
         known, parameters = update.gradients[unit], self._parameters[unit]
+        threads = 0 if unit in self._on_device else self.threads
         assert update.matrices is not None
         if version.reached >= stop:
             return
@@ -410,12 +394,9 @@ class StreamedOptimizer:
         masters = arrays_in(parts, stop - first).masters
         for (start, end), direction in directions:
             given = tuple(half[start - first : end - first] for half in masters)
-            for flag, covered in known.cases(parameters, on_device=unit in self._on_device):
+            for flag, covered in known.cases(parameters, on_device=not threads):
                 shaped = update.matrices.shaped(covered, max(start, version.reached), end, start)
-                if unit in self._on_device:
-                    update.matrices.apply_on_device(given, direction, *shaped, flag)
-                else:
-                    update.matrices.apply_on_host(given, direction, *shaped, self.threads)
+                update.matrices.apply(given, direction, shaped, flag, threads)
         update.changed(unit, stop, version, parameters, self._sizes[unit])
 
     def _waiting(self, unit: int) -> Update | None:
@@ -498,7 +479,6 @@ def factors_of(
 
 
 def trained_parameters(layout: Layout, algorithm: Optimizer, owned: Ownership) -> list[TrainedParameter]:
-    """The trained parameters of a unit, in its order."""
     parameters = []
     for place in layout.trained.fields:
         decays = algorithm.decays(place.name, place.shape)
@@ -539,7 +519,6 @@ def _behind(segments: Sequence[Segment], first: int) -> Sequence[Segment]:
 
 
 def _used(gradients: Sequence[UnitGradient]) -> list[int]:
-    """Units that have been updated with their gradient."""
     return [unit for unit, known in enumerate(gradients) if known.is_used]
 
 
