@@ -8,17 +8,16 @@ Results do not change, because the numerics stay the same.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 
 from megatrain.errors import DiskError, DoesNotFit, OutOfDeviceMemory
-from megatrain.plan import Calibration, Choice, Plan, calibrate, contention, examine, find_plan, op_seconds, peak_table
+from megatrain.plan import Calibration, Choice, Plan, calibrate, contention, examine, find_plan, op_seconds
 from megatrain.plan.cost import SAME_DIRECTION
 from megatrain.plan.refinements import locks_too_much
 from megatrain.spec import IN_HOST, Policy
 from megatrain.train.engine import Engine
-from megatrain.train.events import Planned, Replanned
-from megatrain.train.progress import describe_policy
+from megatrain.train.events import Replanned
 from megatrain.train.schedule_cache import FIXED
 
 WORTH_IT = 0.03
@@ -38,28 +37,6 @@ COPIES = ("FETCH", "GRAD", "RELOAD", "OFFLOAD")
 
 Pace = dict[str, float]
 """Kind of copy -> measured seconds relative to predicted."""
-
-
-def foreseen(plan: Plan, engine: Engine, facts: Sequence[tuple[str, str]], step: int) -> Planned:
-    """The plan's predictions for a run that starts after `step` steps, as an event for its metrics."""
-    told: dict[str, str] = {}
-    for name, fact in facts:  # some have several: each validation source, say
-        told[name] = f"{told[name]}; {fact}" if name in told else fact
-    return Planned(
-        step,
-        engine.structure.name,
-        told | {"policy": "; ".join(describe_policy(engine.numerics, engine.policy))},
-        plan.seconds,
-        _by_tier(peak_table(plan)),
-        _by_tier(engine.diagnostics.memory_table()),
-    )
-
-
-def _by_tier(table: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
-    tiers: dict[str, dict[str, int]] = {}
-    for (tier, use), nbytes in table.items():
-        tiers.setdefault(tier, {})[use] = nbytes
-    return tiers
 
 
 @dataclass

@@ -82,7 +82,7 @@ from megatrain.run.planner_inputs import (
     refuse_wear,
 )
 from megatrain.run.ranks import Ranks, StopsInTime, joined
-from megatrain.run.replan import Replanner, foreseen
+from megatrain.run.replan import Replanner
 from megatrain.run.sampling import sample_of, stop_at_ends
 from megatrain.run.this_machine import this_machine
 from megatrain.spec import Numerics
@@ -101,8 +101,6 @@ from megatrain.train.stop import StopSignals
 
 VERIFIED_PARAMETERS = 10**9
 """Saved models with fewer parameters are reloaded to compare their loss."""
-
-Facts = list[tuple[str, str]]
 
 GOES_ON = "not finished; `resume=auto` continues after step {:,}"
 
@@ -187,9 +185,9 @@ def _run_training(
         if config.trace_file is not None and ranks.leads:
             engine.diagnostics.trace(config.trace_file)
         checkpoints = _checkpoints(config, engine, feed, tokenizer, plan, lowest, corpus.begun)
-        facts = _show(config, engine, split, corpus, plan, console, steps)
+        _show(config, engine, split, corpus, plan, console, steps)
         length = steps, _epochs(config.train, corpus.loader, steps - begins)
-        run = _Run(engine, corpus, feed, checkpoints, tokenizer, plan, facts, claim, ranks, *length, metrics, tasks)
+        run = _Run(engine, corpus, feed, checkpoints, tokenizer, plan, claim, ranks, *length, metrics, tasks)
         ended, tell = _train(config, run, resumed, stack, console)
         if ended.step < steps and config.checkpoint.every and not checkpoints.lowest.is_over:
             checkpoints.refuse_unsaved(ended.step)
@@ -253,15 +251,12 @@ def _find(config: Config, claim: Claim, say: Callable[[str], None], opens: resum
 
 @dataclass(frozen=True)
 class _Run:
-    """Everything a run consists of."""
-
     engine: Engine
     corpus: Corpus
     feed: Feed
     checkpoints: Checkpoints
     tokenizer: Tokenizer
     plan: Plan
-    facts: Sequence[tuple[str, str]]
     claim: Claim
     ranks: Ranks
     steps: int
@@ -297,7 +292,6 @@ def _corpus(
     console: Console,
     begun: Mapping[str, Any],
 ) -> Corpus:
-    """Open the data, encoding it with what the run began with."""
     with preparing(console) as told:
         encoding = Encoding(begun, told)
         return open_corpus(config, plan, tokenizer, _vocabulary(model), model, ranks.world, encoding)
@@ -327,7 +321,6 @@ def _epochs(train: TrainSection, loader: Loader, steps: int) -> float | None:
 
 
 def _length(steps: int, loader: Loader) -> str:
-    """The length of the run in words."""
     epochs = loader.epochs_in(steps)
     if epochs is None:
         return counted(steps, "step")
@@ -385,7 +378,6 @@ def _whole_source(config: Config, resumed: Checkpoint | None, options: Mapping[s
 def _adapted_source(
     config: Config, adapter: AdapterSection, resumed: Checkpoint | None, options: Mapping[str, Any]
 ) -> Source:
-    """The frozen model with its fresh or continued adapter."""
     model, seed = config.model, config.train.seed
     fresh = adapter.model_dump(exclude={"type", "path"})
     begins: Any = lora_config(**fresh) if adapter.path is None else adapter.path
@@ -467,7 +459,6 @@ def _engine(
     progress: Progress,
     ranks: Ranks,
 ) -> Engine:
-    """The engine, with its initial or resumed state."""
     options: EngineOptions = {
         "device": device,
         "precision": config.train.precision,
@@ -513,8 +504,8 @@ def _checkpoints(
 
 def _show(
     config: Config, engine: Engine, split: SourceInUnits, corpus: Corpus, plan: Plan, console: Console, steps: int
-) -> Facts:
-    """Print a summary of the run before it starts, and return it."""
+) -> None:
+    """Print a summary of the run before it starts."""
     train, world = config.train, engine.world
     count = train.gradient_accumulation_steps or plan.work.micro_batches
     batches, rows = counted(count, "micro-batch"), counted(plan.micro_batch, "sequence")
@@ -552,7 +543,6 @@ def _show(
     for warning in slow_precision_warning(plan.question), checkpoint_space_warning(config, ported, steps):
         if warning:
             warn(console, warning)
-    return facts
 
 
 # During training ---------------------------------------------------------------------------------------------------
@@ -579,7 +569,6 @@ def _train(
             with suppress(ConfigError):  # the user has not asked for it
                 engine.diagnostics.trace(config.folder / TRACE, steps=1)
     watchers += [run.ranks.follow, StopsInTime(seconds_to_stop(), partial(warn, console))]
-    _tell(watchers, foreseen(run.plan, engine, run.facts, start))
     if resumed is not None:
         _tell(watchers, Resumed(start, run.steps, str(resumed.folder)))
     if train_.on_nonfinite == "rollback" and checkpoints.step < 0:

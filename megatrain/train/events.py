@@ -70,8 +70,6 @@ class Stepped:
     """Epochs of the whole run, if known."""
     written_nbytes: int = 0
     """Bytes written to the disk tier, on all ranks."""
-    kept: Mapping[str, float] = field(default_factory=dict)
-    """What layers kept from their forwards (a value of `spec.Keep`) -> share of layers."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The loss function's metrics: preference rewards, say."""
     slowest: tuple[int, float] | None = None
@@ -181,22 +179,6 @@ class Replanned:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """A run, or a part of it, begins after `step` steps; these are the plan's predictions."""
-
-    step: int
-    model: str
-    facts: Mapping[str, str]
-    """Facts shown before training: (name, value)."""
-    seconds: float
-    """Predicted seconds per step."""
-    nbytes: Mapping[str, Mapping[str, int]]
-    """Tier -> use -> bytes, at the peak of the tier."""
-    held_nbytes: Mapping[str, Mapping[str, int]]
-    """Tier -> use -> bytes held now."""
-
-
-@dataclass(frozen=True, slots=True)
 class Resumed:
     """A run continues after `step` steps done by an earlier process."""
 
@@ -255,7 +237,6 @@ Event = (
     | Scored
     | StoppedEarly
     | Sampled
-    | Planned
     | Replanned
     | Resumed
     | Saved

@@ -175,7 +175,6 @@ def _stepped(engine: Engine, course: RunSteps, out: StepOutput, step: int, rate:
         epoch=epoch,
         epochs=epochs,
         written_nbytes=out.written_nbytes,
-        kept=engine.policy.kept_shares,
         metrics=out.metrics,
     )
     return _of_all(event, measured, engine.world)

@@ -158,7 +158,6 @@ def _of_step(event: Stepped) -> dict[str, float]:
         "speed/stall_share": event.stall_share,
         **({"disk/written_nbytes_per_day": event.written_nbytes_per_day} if event.written_nbytes else {}),
         **{f"memory/{tier}_nbytes": nbytes for tier, nbytes in event.nbytes.items()},
-        **{f"kept/{keep}_share": share for keep, share in event.kept.items()},
         **event.metrics,
     }
 
@@ -188,8 +187,6 @@ PAUSE_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Tracked:
-    """What trackers need to know about a run."""
-
     folder: Path
     """The run folder."""
     project: str

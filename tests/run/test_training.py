@@ -79,7 +79,7 @@ def test_a_finished_run_folder_is_complete(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == sorted([*files, "checkpoints", "model", "tensorboard"])
     assert load_config(folder / "config.yaml") == config
     kinds = [line["event"] for line in lines(folder)]
-    assert kinds == ["planned"] + ["stepped"] * 2 + ["evaluated"] + ["stepped"] * 2 + [
+    assert kinds == ["stepped"] * 2 + ["evaluated"] + ["stepped"] * 2 + [
         "evaluated",
         "sampled",
         "ended",
@@ -279,7 +279,7 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(
     monkeypatch.setattr(Engine, "step", interrupted)
     said = train(configuration(tmp_path, checkpoint={"every": every}))
     assert "stopped after 1 of 4 steps" in said
-    told = ["planned", "stepped", "ended", *(["saved"] if every else [])]
+    told = ["stepped", "ended", *(["saved"] if every else [])]
     assert [line["event"] for line in lines(tmp_path / "run")] == told
     saved = "checkpoints/step-00000001" if every else "model"
     assert load_causal_lm(str(tmp_path / "run" / saved)).num_parameters() > 0
