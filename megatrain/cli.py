@@ -244,20 +244,9 @@ def _init(
         data = (
             _asked("--data", "Which data (files, folders or hub names, with commas between)?").replace(",", " ").split()
         )
-    answers = Answers(
-        model=model,
-        data=tuple(data),
-        from_scratch=from_scratch,
-        hardware=hardware,
-        sequence_length=sequence_length,
-        steps=steps,
-        folder=folder,
-        disk=tuple(disk or ()),
-        adapter=adapter,
-        precision=_precision(precision),
-        trust_remote_code=trust_remote_code,
-    )
-    plan = write_recipe(answers, target)
+    given = {name: value for name, value in context.params.items() if name not in ("file", "source")}
+    lists = {"data": tuple(data), "disk": tuple(disk or ())}
+    plan = write_recipe(Answers(**{**given, **lists, "model": model, "precision": _precision(precision)}), target)
     typer.echo(f"{target}: {plan.tokens_per_second:,.0f} tokens/s on {plan.question.hardware.name}")
     typer.echo(f"megatrain train {target}")
 
@@ -290,6 +279,7 @@ PrecisionName = Annotated[str, typer.Option(help="bf16 or fp32.")]
 
 @app.command("plan")
 def _plan(
+    context: typer.Context,
     model: Annotated[
         str,
         typer.Argument(
@@ -332,26 +322,8 @@ def _plan(
 
     from megatrain.commands.plan import Options, run_plan
 
-    options = Options(
-        hardware=hardware,
-        tokens_per_step=tokens_per_step,
-        sequence_length=sequence_length,
-        precision=_precision(precision),
-        clip=clip,
-        device_memory=device_memory,
-        host_memory=host_memory,
-        disk_memory=disk_memory,
-        token_budget=token_budget,
-        json=json,
-        trace=trace,
-        adapter=adapter,
-        optimizer=optimizer,
-        attention=attention,
-        trust_remote_code=trust_remote_code,
-        overrides=overrides or (),
-        ranks=ranks,
-        nodes=nodes,
-    )
+    given = {name: value for name, value in context.params.items() if name != "model"}
+    options = Options(**{**given, "precision": _precision(precision), "overrides": overrides or ()})
     run_plan(model, Console(highlight=False), options)
 
 

@@ -32,7 +32,7 @@ ENOUGH_STEPS = 100
 
 @dataclass(frozen=True)
 class Answers:
-    """The user's answers that a configuration is made from."""
+    """The user's answers that a configuration is made from, as the options of `megatrain init` are called."""
 
     model: str
     data: tuple[str, ...]
