@@ -123,7 +123,6 @@ class _Masters:
         return values
 
     def _hold(self, unit: UnitSpec) -> None:
-        """Be ready to read the parameters of a unit."""
         if isinstance(self._source, PretrainedSource):
             for param in unit.params:
                 is_large = param.numel > SAVED_AT_ONCE // 4

@@ -35,7 +35,6 @@ class Spoken:
     seconds: float
 
     def summary(self) -> str:
-        """One line: how much, and how fast."""
         count = "1 token" if self.tokens == 1 else f"{self.tokens:,} tokens"
         return f"{count} in {self.seconds:.1f} s, {self.tokens / max(self.seconds, 1e-9):.2f} per second"
 

@@ -107,7 +107,6 @@ class Options:
 
     @property
     def memories(self) -> dict[str, str | None]:
-        """Tier -> its limit."""
         return {"device": self.device_memory, "host": self.host_memory, "disk": self.disk_memory}
 
 

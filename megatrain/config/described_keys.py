@@ -25,7 +25,6 @@ class Described(NamedTuple):
 
 
 def describe_keys() -> list[Described]:
-    """Every configuration key, in the order of the tree."""
     return list(_keys(Config, ""))
 
 
@@ -44,7 +43,6 @@ KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text
 
 
 def _kind(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """A type in words, with its bounds or choices."""
     origin, inside = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _kind(inside[0], _flat_metadata(inside[1:]))
@@ -83,7 +81,6 @@ def _bounds(metadata: Sequence[Any], *, whole: bool) -> str:
 
 
 def _as_yaml(value: object) -> str:
-    """A default on one line, as YAML."""
     plain = list(value) if isinstance(value, tuple) else value
     return str(yaml.safe_dump(plain, default_flow_style=True, width=1000)).removesuffix("\n").removesuffix("\n...")
 

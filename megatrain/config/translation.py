@@ -129,7 +129,6 @@ class Reader:
 
     @property
     def prefers(self) -> bool:
-        """Whether the objective that has been put is a preference loss."""
         return "objective" in self.translation.tree["train"]
 
     def account(self, *names: str) -> None:
@@ -187,6 +186,5 @@ class Reader:
 
 
 def is_number(value: Any) -> bool:
-    """Whether `value` is a number within a float's range."""
     is_one = isinstance(value, int | float) and not isinstance(value, bool)
     return is_one and abs(value) <= sys.float_info.max

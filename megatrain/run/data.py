@@ -69,8 +69,6 @@ EXAMPLE_CHARACTERS = 1200
 
 @dataclass(frozen=True)
 class Corpus:
-    """The data of a run: loader, validation data, and a description."""
-
     loader: Loader
     validation: Validation
     window: int
@@ -91,7 +89,6 @@ class Corpus:
 
     @property
     def has_images(self) -> bool:
-        """Whether its chats may have images."""
         return any(isinstance(each, SampleRows) and each.processor is not None for each in self.loader.sources)
 
     def first_batch(self) -> Batch:
@@ -112,8 +109,6 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Validation:
-    """Validation data: the rows of each source, by name."""
-
     sources: Mapping[str, Batching]
     micro_batch: int
     limit: int | None = None
@@ -151,8 +146,6 @@ class Measured:
 
 @dataclass(frozen=True)
 class _Part:
-    """One source of the loader."""
-
     training: Batching
     held_out: Batching | None
     facts: list[tuple[str, str]]
@@ -267,7 +260,6 @@ def largest_image_row(
 
 
 def _distinct(named: Iterable[tuple[str, Batching]]) -> dict[str, Batching]:
-    """As a dict; repeated names get a number appended."""
     by_name: dict[str, Batching] = {}
     for name, rows in named:
         number = next(number for number in count(1) if (name if number == 1 else f"{name} {number}") not in by_name)
@@ -311,8 +303,6 @@ def _described(part: _Part, trained: Sequence[_Part]) -> str:
 
 
 class _Opening:
-    """Opens the sources of a corpus one after another."""
-
     def __init__(
         self,
         config: Config,
@@ -562,7 +552,6 @@ def _options(data: DataSection, max_tokens: int | None) -> EncodeOptions:
 
 
 def shortened(runs: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """The first `EXAMPLE_CHARACTERS` of an example."""
     left = EXAMPLE_CHARACTERS
     short: list[tuple[str, bool]] = []
     for text, trained in runs:

@@ -79,8 +79,6 @@ def _rounds(batches: Iterable[Batch], together: int) -> Iterator[list[Batch]]:
 
 
 class _Sums:
-    """Weighted sums of named numbers."""
-
     def __init__(self) -> None:
         self.weight = 0.0
         self._sums: dict[str, float] = {}

@@ -141,7 +141,6 @@ class Tasks:
         return Scored(step, dict(_flat(scores["results"])))
 
     def _model(self, engine: Engine, tokenizer: Tokenizer, rows: int, tokens: int) -> Any:
-        """The harness's model interface, implemented by the engine."""
         lengths, most = self._lengths, engine.parts.ported.spec.max_positions or UNLIMITED
         start = end_of_text_id(tokenizer) if tokenizer.bos_token_id is None else tokenizer.bos_token_id
 

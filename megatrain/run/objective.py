@@ -45,7 +45,6 @@ Said = dict[str, npt.NDArray[np.float32]]
 
 
 def loss_of(config: Config) -> LossFn | None:
-    """The loss function of a run; `None` is cross-entropy."""
     train = config.train
     given = {} if train.beta is None else {"beta": train.beta}
     match train.objective:

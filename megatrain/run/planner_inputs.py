@@ -33,7 +33,6 @@ SAMPLE_NBYTES, SAMPLE_SECONDS = 64 << 20, 1.0
 
 
 def optimizer_for(train: TrainSection) -> Optimizer:
-    """The optimizer of a run."""
     given: dict[str, Any] = {
         "lr": train.learning_rate,
         "betas": train.betas,

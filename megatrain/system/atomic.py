@@ -173,13 +173,11 @@ def _runs_elsewhere(process: int) -> bool:
 
 
 def _force_to_disk(folder: Path) -> None:
-    """Sync every file and the folder to disk, before a rename makes them visible."""
     for path in (*folder.rglob("*"), folder):
         sync(path)
 
 
 def sync(path: Path) -> None:
-    """Sync a file, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

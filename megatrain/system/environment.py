@@ -24,8 +24,6 @@ Train set torchrun's."""
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """This process's place in a multi-process run."""
-
     rank: int
     size: int
     local_rank: int

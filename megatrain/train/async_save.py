@@ -115,7 +115,6 @@ class Save:
         return self.path
 
     def end(self, path: Path | None, failure: MegaTrainError | None) -> None:
-        """Mark it as over, whether successful or not."""
         self.path, self.failure = path, failure
         self.seconds = time.monotonic() - self.began
         self._over.set()
@@ -168,13 +167,11 @@ class SaveLock:
                 self._turn.notify_all()
 
     def give_up(self) -> None:
-        """Have the thread end."""
         with self._turn:
             self._gives_up = True
             self._turn.notify_all()
 
     def refuse_given_up(self) -> None:
-        """Raise `_Abandoned` if the thread is to end."""
         if self._gives_up:
             raise _Abandoned
 
@@ -213,7 +210,6 @@ class Saver:
         """The last save that was started."""
 
     def goes_on_from(self, folder: Path) -> None:
-        """The state is now that of this checkpoint."""
         with contextlib.suppress(DamagedCheckpoint, OSError):
             self._earlier = PreviousCheckpoint(folder, read_training(folder).get(ENGINE, {}).get(FROZEN))
 

@@ -73,11 +73,9 @@ class Diagnostics(TakesTurns):
 
     @property
     def wants_times(self) -> bool:
-        """Whether the next step is timed op by op."""
         return self.record_timeline or self._trace is not None
 
     def step_done(self) -> None:
-        """Add the step that has ended to the trace, if one is being written."""
         if self._trace is not None and (timeline := self.timeline) is not None and self._trace.add(timeline):
             self._trace = None
 

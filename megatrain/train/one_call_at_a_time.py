@@ -24,8 +24,6 @@ WHERE = "engine"
 
 
 class Turn:
-    """Tracks which call is using an engine."""
-
     def __init__(self) -> None:
         self.process = OwningProcess()
         self.is_closed = False

@@ -78,7 +78,6 @@ class Parts(TakesTurns):
 
     @property
     def turn(self) -> Turn:
-        """Which call uses the engine now."""
         return self._turn
 
     @property
@@ -152,7 +151,6 @@ class Parts(TakesTurns):
             return forward()
 
     def flush(self) -> None:
-        """Apply pending updates, if any."""
         if self.optimizer.pending:
             self.streamer.run_schedule(self.schedules.get("flush", Work((1,))), StepInput(), self.optimizer)
 

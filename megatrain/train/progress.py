@@ -140,7 +140,6 @@ def describe_policy(numerics: Numerics, policy: Policy) -> list[str]:
 
 
 def describe_activations(policy: Policy) -> str:
-    """What each layer keeps from its forward, as a phrase."""
     if not policy.activations_by_layer:
         whole = "recomputes each layer in the backward pass"
         return "keeps each layer's graph" if policy.activations == "keep" else whole
@@ -215,8 +214,6 @@ def describe_epoch(epoch: float, epochs: float | None) -> str:
 
 
 class ProgressLine:
-    """A watcher that prints to `console` during a `with` block."""
-
     def __init__(self, console: Console, log_every: int) -> None:
         self._console, self._log_every = console, log_every
         self._recent: deque[Stepped | Skipped] = deque(maxlen=log_every)

@@ -137,7 +137,6 @@ def options_in(checkpoint: Checkpoint, given: Mapping[str, Any]) -> dict[str, An
 
 
 def frozen_in(checkpoint: Checkpoint, names: Iterable[str]) -> list[str]:
-    """Those of these parameters that have no moments."""
     return [name for name in names if name not in checkpoint.moment_shapes]
 
 
@@ -158,7 +157,6 @@ def refuse_other_state(checkpoint: Checkpoint, model: ModelSpec, optimizer: Opti
 
 
 def _name_in(checkpoint: Checkpoint) -> str:
-    """The name of a checkpoint's optimizer."""
     facts = checkpoint.training.get(ENGINE) or {}
     return str(facts.get("optimizer", {}).get("name", OLDEST))
 

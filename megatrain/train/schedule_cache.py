@@ -150,7 +150,6 @@ class Schedules:
             self._is_scattered = False
 
     def clear(self) -> None:
-        """Drop all schedules."""
         self.known.clear()
         self._work.clear()
 
