@@ -566,10 +566,8 @@ def _linear(model: PreTrainedModel, within: str | None) -> set[str]:
 
 def _without_experts(config: Any, names: set[str], model: PreTrainedModel) -> set[str]:
     """`names` without those that `peft` would take to mean fused experts (those of a shared expert's layers, say)."""
-    try:
-        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-    except ImportError:  # this release does not adapt fused experts
-        return names
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
     tried = copy.deepcopy(config)
     tried.target_modules = set(names)
     convert_peft_config_for_transformers(tried, model=model, conversions=None)

@@ -10,17 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
-from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
-
-output_capturing: Any
-try:
-    output_capturing = import_module("transformers.utils.output_capturing")
-except ImportError:  # a transformers that collects these outputs differently
-    output_capturing = None
+from transformers.utils import output_capturing
 
 ROUTERS = "router_logits"
 """Key of the outputs that the auxiliary loss uses."""
@@ -28,8 +21,6 @@ ROUTERS = "router_logits"
 
 def install_recorders(model: PreTrainedModel) -> bool:
     """Install the library's recording hooks on `model`, with all layers in place; false if the model has none."""
-    if output_capturing is None:
-        return False
     inner = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     for module in inner:
         output_capturing.maybe_install_capturing_hooks(module)
@@ -40,9 +31,6 @@ def install_recorders(model: PreTrainedModel) -> bool:
 def recorded() -> Iterator[list[Tensor]]:
     """In the block, collect what the recorders see, in the order of calls."""
     logits: list[Tensor] = []
-    if output_capturing is None:
-        yield logits
-        return
     token = output_capturing._active_collector.set({ROUTERS: logits})
     try:
         yield logits
@@ -52,6 +40,6 @@ def recorded() -> Iterator[list[Tensor]]:
 
 def replayed(routed: tuple[Tensor, ...]) -> None:
     """Pass what a layer had recorded to the active collector, if any."""
-    collector = None if output_capturing is None else output_capturing._active_collector.get()
+    collector = output_capturing._active_collector.get()
     if collector is not None and ROUTERS in collector:
         collector[ROUTERS].extend(routed)
