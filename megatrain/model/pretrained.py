@@ -55,7 +55,6 @@ from megatrain.model.carried import (
 )
 from megatrain.model.dequantize import OF_ACTIVATIONS, quantizer_of
 from megatrain.model.hub import cached_folder, is_local, located, model_named
-from megatrain.model.mapped_tensors import lazy_zeros
 from megatrain.model.moved_elements import MovedElements, Run, groups
 from megatrain.model.skeleton import blueprint
 from megatrain.model.weight_sources import (
@@ -200,7 +199,7 @@ class PretrainedSource:
         """
         target, keys = self._sources[name]
         if target in self._renamed:
-            with torch.inference_mode(False), self._shards.open(keys, dtype) as slices:
+            with torch.inference_mode(False), self._shards.open(keys) as slices:
                 value: Tensor = slices[keys[0]][...]
                 return value.to(dtype)
         with self._loaded(keys) as values:
@@ -529,18 +528,12 @@ def _put_back(model: nn.Module) -> Iterator[None]:
 # Weight files ---------------------------------------------------------------------------------------------------------
 #
 # Weight files are found, checked from their headers, and read range by range. safetensors are memory-mapped and closed
-# again after each use, since the pages of an open map count as ours; a large tensor is even read in blocks, each from
-# its own map. `pytorch_model.bin` is mapped too if torch can.
+# again after each use, since the pages of an open map count as ours. `pytorch_model.bin` is mapped too if torch can.
 
 
 Unread = Any
-"""A tensor that is read by `[...]`: safetensors' own type, a mapped tensor, or `_InBlocks`."""
+"""A tensor that is read by `[...]`: safetensors' own type, or a mapped tensor."""
 
-LARGE_NBYTES = 1 << 19
-"""Half-precision tensors of this size or more are read in blocks."""
-
-BLOCK_NBYTES = 8 << 20
-"""Bytes mapped at once."""
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """safetensors' names of the dtypes that convert to float32 without a scale."""
 
@@ -581,11 +574,9 @@ class Shards:
         return next((DTYPES[stored.dtype] for stored in self.headers.values() if stored.dtype in DTYPES), torch.float32)
 
     @contextmanager
-    def open(self, names: Iterable[str], dtype: torch.dtype = torch.float32) -> Iterator[dict[str, Unread]]:
-        """In the block, these tensors, unread. Opens only the files that hold them.
-
-        dtype: the dtype they will be read in. A file stays mapped as long as something refers to its tensors.
-        """
+    def open(self, names: Iterable[str]) -> Iterator[dict[str, Unread]]:
+        """In the block, these tensors, unread. Opens only the files that hold them; a file stays mapped as long as
+        something refers to its tensors."""
         by_file: dict[Path, list[str]] = {}
         for name in names:
             by_file.setdefault(self.headers[name].file, []).append(name)
@@ -597,7 +588,7 @@ class Shards:
                 with _damage_named(file, self.where):
                     if file.suffix == ".safetensors":
                         opened = files.enter_context(safe_open(file, framework="pt"))
-                        slices.update({name: self._unread(opened, name, dtype) for name in held})
+                        slices.update({name: opened.get_slice(name) for name in held})
                     else:
                         mapped = _mapped(file)
                         slices.update({name: mapped[name] for name in held})
@@ -605,14 +596,6 @@ class Shards:
                 yield slices
             finally:
                 slices.clear()  # a slice keeps its file mapped
-
-    def _unread(self, opened: Any, name: str, dtype: torch.dtype) -> Unread:
-        header = self.headers[name]
-        is_large = len(header.shape) > 0 and 2 * math.prod(header.shape) >= LARGE_NBYTES
-        if name.endswith("_scale"):
-            return opened.get_slice(name)  # its dtype decides how a dequantized weight is rounded
-        widened = dtype == torch.float32 and header.dtype in ("BF16", "F16")
-        return _InBlocks(name, header) if is_large and widened else opened.get_slice(name)
 
 
 def look_first(source: PretrainedSource, before_read: BeforeRead) -> None:
@@ -635,23 +618,6 @@ def non_finite_weights(source: str, config: PreTrainedConfig) -> list[str]:
             if not bool(tensors[name][...].isfinite().all()):
                 odd.append(name)
     return odd
-
-
-class _InBlocks:
-    """A large half-precision tensor that is read as float32 (exact) with no more than the result in memory."""
-
-    def __init__(self, name: str, header: Header) -> None:
-        self.name, self.header = name, header
-
-    def __getitem__(self, everything: Any) -> torch.Tensor:
-        assert everything is Ellipsis
-        shape = self.header.shape
-        value = lazy_zeros(shape, torch.float32)
-        rows = max(1, BLOCK_NBYTES * shape[0] // (2 * value.numel()))
-        for start in range(0, shape[0], rows):
-            with safe_open(self.header.file, framework="pt") as opened:
-                value[start : start + rows] = opened.get_slice(self.name)[start : start + rows]
-        return value
 
 
 class InRuns:

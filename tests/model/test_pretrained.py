@@ -122,11 +122,7 @@ def test_a_large_parameter_is_read_without_a_look_at_all_others(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-def test_every_dtype_loads_from_one_file_and_in_blocks(
-    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pretrained, "LARGE_NBYTES", 1)
-    monkeypatch.setattr(pretrained, "BLOCK_NBYTES", 200)
+def test_every_dtype_loads_from_one_file(dtype: torch.dtype, tmp_path: Path) -> None:
     saved(tmp_path, "mixtral", dtype)
     whole = {name: value for file in tmp_path.glob("*.safetensors") for name, value in load_file(file).items()}
     for file in tmp_path.glob("model*"):
