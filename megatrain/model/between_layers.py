@@ -25,9 +25,9 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode
-from torch.utils._pytree import tree_leaves
 
 from megatrain.errors import ModelError
+from megatrain.model.peak import tensors_of
 from megatrain.model.side_values import leaves_of, rebuilt
 
 WHERE = "code between the decoder layers"
@@ -107,7 +107,7 @@ class Between:
         for function, args, kwargs, without_gradient, first in self.steps:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not without_gradient):
                 returned = function(*_changed(args, put), **_changed(kwargs, put))
-            values |= enumerate((each for each in tree_leaves(returned) if isinstance(each, Tensor)), start=first)
+            values |= enumerate(tensors_of(returned), start=first)
         return values
 
 
@@ -301,7 +301,7 @@ class Recorder(_Mode):
         run = _changed(tuple(args), self._run), _changed(dict(kwargs), self._run)
         before = [(tensor, _version(tensor)) for tensor in _tensors(run)]
         returned = func(*run[0], **run[1])
-        made = [tensor for tensor in tree_leaves(returned) if isinstance(tensor, Tensor)]
+        made = tensors_of(returned)
         if returned is not None and not made:
             _refuse(f"{name} reads values of the hidden state")
         for tensor, version in before:
@@ -385,9 +385,8 @@ class Recorder(_Mode):
         known = {id(each) for some in (self._weights.values(), self._buffers()) for each in some}
         tensors = [*_tensors(given)]
         if tensors and all(self._is_of_head(each, known) for each in tensors):
-            for each in tree_leaves(returned):
-                if isinstance(each, Tensor):
-                    each.__dict__[_MARK] = self._number, None
+            for each in tensors_of(returned):
+                each.__dict__[_MARK] = self._number, None
         return returned
 
     def _is_of_head(self, tensor: Tensor, known: set[int]) -> bool:

@@ -18,7 +18,7 @@ Memory that kernels allocate themselves is not seen, except the float32 result o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from math import prod
@@ -423,13 +423,13 @@ def _lazy_zeros_like(form: Tensor) -> Tensor:
 
 
 def tensors_of(*values: Any) -> list[Tensor]:
-    """All tensors among the arguments or results of an op."""
+    """Every tensor among values, in nested tuples, lists and mappings."""
     tensors: list[Tensor] = []
     for value in values:  # for each op of each run: no generators
         if isinstance(value, Tensor):
             tensors.append(value)
         elif isinstance(value, (tuple, list)):
             tensors += tensors_of(*value)
-        elif isinstance(value, dict):
+        elif isinstance(value, Mapping):
             tensors += tensors_of(*value.values())
     return tensors

@@ -32,6 +32,7 @@ from megatrain.model.adapters import Adapter, switched_off
 from megatrain.model.between_layers import Between, EarlierOutput, PrologueDone, Recorder, TensorSubstitution, Value
 from megatrain.model.chunked_layers import in_chunks
 from megatrain.model.forward_arguments import Arguments
+from megatrain.model.peak import tensors_of
 from megatrain.model.recomputed_encoders import recomputed
 from megatrain.model.router_logits import recorded, replayed
 from megatrain.model.side_values import Passing, Path, leaves_of, rebuilt, value_at
@@ -120,22 +121,11 @@ class Call:
 
     def tensors(self) -> list[Tensor]:
         """Every tensor among the arguments and constants."""
-        return tensors_in((self.form, self.constants))
+        return tensors_of(self.form, self.constants)
 
 
 ANY_CALL = Call((), {}, False)
 """For scripts that do not read calls."""
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Every tensor in nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    return []
 
 
 def batch_first(hidden: Tensor, leading: int) -> Tensor:

@@ -29,9 +29,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from megatrain.errors import ModelError
+from megatrain.model.peak import tensors_of
 
 Level = Literal["chosen", "attention"]
 """Products and attention, or only attention; values of `spec.Keep`."""
@@ -85,7 +86,7 @@ class Stored:
     """Outputs moved to other memory by `pack`: each tensor as its byte offset and an empty tensor of its form."""
 
     def tensors(self) -> list[Tensor]:
-        return [tensor for output in self.outputs.values() for tensor in _tensors(output)]
+        return [tensor for output in self.outputs.values() for tensor in tensors_of(output)]
 
     def pack(self, memory: Tensor) -> None:
         """Move all outputs on its device to `memory`, uint8[bytes], one after the other.
@@ -94,7 +95,7 @@ class Stored:
         """
         free = 0
         for key, output in self.outputs.items():
-            leaves = [leaf for leaf in _tensors(output) if leaf.device == memory.device]
+            leaves = [leaf for leaf in tensors_of(output) if leaf.device == memory.device]
             places = [free + start for start in accumulate((_aligned(leaf.nbytes) for leaf in leaves), initial=0)]
             if places[-1] > memory.nbytes:
                 continue
@@ -233,10 +234,6 @@ class Answering(_Watching):
         return compute()
 
 
-def _tensors(output: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-
-
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
@@ -248,7 +245,7 @@ def _seen(memory: Tensor, start: int, form: Tensor) -> Tensor:
 
 def _places(output: Any) -> set[int]:
     """Addresses of the storages of its tensors."""
-    return {tensor.untyped_storage().data_ptr() for tensor in _tensors(output)}
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors_of(output)}
 
 
 def _form(tensor: Tensor) -> Tensor:

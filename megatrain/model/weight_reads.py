@@ -24,50 +24,27 @@ from torch.overrides import TorchFunctionMode
 
 from megatrain.model.peak import ADDING, SkipLargeProducts, tensors_of
 from megatrain.model.peak import PRODUCTS as MATRIX_PRODUCTS
-from megatrain.model.ports import Capture, PortedModel, tensors_in
+from megatrain.model.ports import Capture, PortedModel
 from megatrain.spec import ParamSpec
 
 Reading = Callable[[Any, Sequence[Tensor]], None]
 """Called with a function and the tensors among its arguments before it runs."""
 
-_ATTRIBUTES = (
-    *(
-        "shape",
-        "dtype",
-        "device",
-        "layout",
-        "ndim",
-        "requires_grad",
-        "is_leaf",
-        "grad",
-        "grad_fn",
-        "is_meta",
-        "is_cuda",
-    ),
-    *("is_cpu", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "itemsize", "nbytes", "T", "mT"),
-)
-_METHODS = (
-    *("size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "storage_offset", "is_contiguous"),
-    *(
-        "is_floating_point",
-        "is_complex",
-        "get_device",
-        "requires_grad_",
-        "detach",
-        "t",
-        "transpose",
-        "swapaxes",
-        "permute",
-    ),
-    *("view", "view_as", "unsqueeze", "squeeze", "narrow", "select", "chunk", "split", "unbind", "expand", "expand_as"),
-    *("unflatten", "movedim", "__len__", "__hash__"),
-)
+_ATTRIBUTES = """
+    shape dtype device layout ndim requires_grad is_leaf grad grad_fn is_meta is_cuda is_cpu is_sparse is_quantized
+    is_nested is_mkldnn itemsize nbytes T mT
+"""
+_METHODS = """
+    size stride dim ndimension numel nelement element_size storage_offset is_contiguous is_floating_point is_complex
+    get_device requires_grad_ detach t transpose swapaxes permute view view_as unsqueeze squeeze narrow select chunk
+    split unbind expand expand_as unflatten movedim __len__ __hash__
+"""
 
 
 def _harmless() -> frozenset[Any]:
     """Functions that read no element of a tensor."""
-    getters = (getattr(getattr(Tensor, name, None), "__get__", None) for name in _ATTRIBUTES)
-    functions = (getattr(home, name, None) for home in (torch, Tensor) for name in _METHODS)
+    getters = (getattr(getattr(Tensor, name, None), "__get__", None) for name in _ATTRIBUTES.split())
+    functions = (getattr(home, name, None) for home in (torch, Tensor) for name in _METHODS.split())
     return frozenset(function for function in (*getters, *functions) if function is not None)
 
 
@@ -87,7 +64,7 @@ class Uses(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in HARMLESS or _is_slice(func, args):
             return func(*args, **kwargs)
-        self._reading(func, [in_memory(tensor) for tensor in tensors_in((args, kwargs))])
+        self._reading(func, [in_memory(tensor) for tensor in tensors_of(args, kwargs)])
         return func(*args, **kwargs)
 
 

@@ -17,7 +17,7 @@ from megatrain.engine import Streamer
 from megatrain.errors import MegaTrainError, NonFinite
 from megatrain.memory import Store
 from megatrain.model import PortedModel, listed
-from megatrain.model.ports import tensors_in
+from megatrain.model.peak import tensors_of
 
 MOST_NAMED = 3
 """Number of non-finite weights that a message names."""
@@ -108,7 +108,7 @@ class ModuleValues:
 
     def _see(self, what: str, module: nn.Module, value: Any) -> None:
         if name := self._names.get(id(module)):
-            floating = (each for each in tensors_in(value) if each.is_floating_point() and not each.is_meta)
+            floating = (each for each in tensors_of(value) if each.is_floating_point() and not each.is_meta)
             self._seen += [(what + name, each.isfinite().all()) for each in floating]
 
     def first_nonfinite(self) -> tuple[int, str] | None:
