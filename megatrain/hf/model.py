@@ -23,6 +23,7 @@ from megatrain.errors import ConfigError, ModelError
 from megatrain.hf.training_options import refuse_dtypes
 from megatrain.memory.checksum import checksum
 from megatrain.model import Masters, PretrainedSource, Progress, buffer_dtypes
+from megatrain.model.weight_sources import RenamedMasters
 from megatrain.train.engine import Engine
 
 # A model by name ------------------------------------------------------------------------------------------------------
@@ -124,36 +125,26 @@ class LazySource:
         readers = {name: reader for name, each in parameters.items() if (reader := _file_reader(each)) is not None}
         for files in {reader.files for reader in readers.values()}:
             ours = {name: reader for name, reader in readers.items() if reader.files is files}
-            names = [[ours[name].name for name in unit if name in ours] for unit in units]
-            files.fill(_MastersByFileName(masters, ours), names, progress)
+            renamed: dict[str, list[str]] = {}
+            for name, reader in ours.items():
+                renamed.setdefault(reader.name, []).append(name)
+            dtypes = {reader.name: reader.dtype for reader in ours.values()}  # of the trainer's model
+            rounded = RenamedMasters(masters, renamed, partial(_rounded, dtypes))
+            files.fill(rounded, [[ours[name].name for name in unit if name in ours] for unit in units], progress)
         for unit in units:
             for name in unit:
                 if name not in readers:
                     masters.write_master(name, parameters[name].detach())
 
 
+def _rounded(dtypes: Mapping[str, torch.dtype], name: str, value: Tensor) -> Tensor:
+    return value.to(dtypes[name])
+
+
 def _file_reader(parameter: nn.Parameter) -> FileReader | None:
     """What reads a parameter from its file; `None` if its values are in memory or in the engine."""
     read = parameter.read if isinstance(parameter, LazyParameter) else None
     return read if isinstance(read, FileReader) else None
-
-
-class _MastersByFileName:
-    """Masters by the names of parameters in the files. Values are rounded to the dtype of the trainer's model."""
-
-    def __init__(self, masters: Masters, readers: dict[str, FileReader]) -> None:
-        self._masters = masters
-        self._parameters: dict[str, list[tuple[str, torch.dtype]]] = {}
-        """Name in the files -> names in the trainer's model, which may be several, with their dtypes."""
-        for name, reader in readers.items():
-            self._parameters.setdefault(reader.name, []).append((name, reader.dtype))
-
-    def master(self, name: str) -> Tensor:
-        return self._masters.master(self._parameters[name][0][0])
-
-    def write_master(self, name: str, value: Tensor) -> None:
-        for parameter, dtype in self._parameters[name]:
-            self._masters.write_master(parameter, value.to(dtype))
 
 
 # Lazy parameters ------------------------------------------------------------------------------------------------------

@@ -51,6 +51,7 @@ from megatrain.model.weight_sources import (
     InFiles,
     Masters,
     Progress,
+    RenamedMasters,
     Source,
     in_files_of,
     listed,
@@ -346,8 +347,8 @@ class AdaptedSource:
     def fill(self, masters: Masters, units: Sequence[Sequence[str]], progress: Progress | None = None) -> None:
         """Write every parameter of every unit (see `Source`)."""
         of_base = [[self._names[name] for name in unit if name in self._names] for unit in units]
-        ours = {theirs: name for name, theirs in self._names.items()}
-        self.base.fill(_Under(masters, ours, self.changed), of_base, progress)
+        ours = {theirs: [name] for name, theirs in self._names.items()}  # for others the adapter has a value
+        self.base.fill(RenamedMasters(masters, ours, self.changed), of_base, progress)
         parameters = dict(self.model.named_parameters())
         for name in (name for unit in units for name in unit if name not in self._names):
             original = self._copies.get(name) if parameters[name].is_meta else None
@@ -775,18 +776,3 @@ def _pefts_errors(fix: str = "") -> Iterator[None]:
         said = first_line(error)
         usual = OTHER_BASE if "size mismatch" in said else TARGETS if "arget" in said else REFUSED
         raise ModelError(said, where="adapter", fix=fix or usual) from error
-
-
-class _Under:
-    """The masters, addressed by the names that the base's parameters have without the adapter."""
-
-    def __init__(self, masters: Masters, ours: Mapping[str, str], changed: Callable[[str, Tensor], Tensor]) -> None:
-        """ours: name in the base -> in the model. changed: see `AdaptedSource.changed`."""
-        self._masters, self._ours, self._changed = masters, ours, changed
-
-    def master(self, name: str) -> Tensor:
-        return self._masters.master(self._ours[name])
-
-    def write_master(self, name: str, value: Tensor) -> None:
-        if name in self._ours:  # else the adapter has a value for it
-            self._masters.write_master(self._ours[name], self._changed(name, value))

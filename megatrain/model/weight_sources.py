@@ -35,6 +35,23 @@ class Masters(Protocol):
         ...
 
 
+class RenamedMasters:
+    """Masters by a source's names, which stand for one name each, or several; others are not written."""
+
+    def __init__(
+        self, masters: Masters, names: Mapping[str, Sequence[str]], changed: Callable[[str, Tensor], Tensor]
+    ) -> None:
+        """changed: makes of (name, value) of the source what is written."""
+        self._masters, self._names, self._changed = masters, names, changed
+
+    def master(self, name: str) -> Tensor:
+        return self._masters.master(self._names[name][0])
+
+    def write_master(self, name: str, value: Tensor) -> None:
+        for renamed in self._names.get(name, ()):
+            self._masters.write_master(renamed, self._changed(name, value))
+
+
 @runtime_checkable
 class MastersByRange(Protocol):
     """Masters that are set by ranges, so that no parameter need be whole in memory; `memory.Store` is one."""
