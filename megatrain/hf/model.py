@@ -120,7 +120,6 @@ class LazySource:
         self.model = model
 
     def fill(self, masters: Masters, units: Sequence[Sequence[str]], progress: Progress | None = None) -> None:
-        """Write every parameter of every unit; see `Source`."""
         parameters = dict(self.model.named_parameters())
         readers = {name: reader for name, each in parameters.items() if (reader := _file_reader(each)) is not None}
         for files in {reader.files for reader in readers.values()}:

@@ -345,7 +345,6 @@ class AdaptedSource:
         self._copies = dict(_copied(self.model))
 
     def fill(self, masters: Masters, units: Sequence[Sequence[str]], progress: Progress | None = None) -> None:
-        """Write every parameter of every unit (see `Source`)."""
         of_base = [[self._names[name] for name in unit if name in self._names] for unit in units]
         ours = {theirs: [name] for name, theirs in self._names.items()}  # for others the adapter has a value
         self.base.fill(RenamedMasters(masters, ours, self.changed), of_base, progress)

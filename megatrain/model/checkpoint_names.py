@@ -93,7 +93,6 @@ class WrittenAdapter:
         return name in self._files
 
     def tensors(self, unit: int, masters: Weights) -> dict[str, Tensor]:
-        """See `WrittenModel`."""
         tensors = {file: masters[param.name] for param in self._params[unit] for file in self._files[param.name]}
         return {**tensors, **(self._buffers if unit == 0 else {})}
 

@@ -203,7 +203,6 @@ class _Mxfp4(Quantizer):
     serialized_names = _names_of(Mxfp4HfQuantizer)
 
     def value(self, parts: Parts, *, is_expert: bool) -> Tensor:
-        """See `Quantizer`."""
         named = {end.rpartition("_")[2]: part for end, part in parts.items()}
         if named.keys() != {"blocks", "scales"}:
             raise ValueError(f"{' and '.join(sorted(parts)) or 'nothing'} without its companion")
@@ -225,7 +224,6 @@ class _Fp8(Quantizer, FineGrainedFP8HfQuantizer):
     serialized_names = _names_of(FineGrainedFP8HfQuantizer)
 
     def value(self, parts: Parts, *, is_expert: bool) -> Tensor:
-        """See `Quantizer`."""
         weight, scales = parts["weight"], parts.get("weight_scale_inv")
         if scales is None:
             return _plain(weight)
@@ -255,7 +253,6 @@ class _CompressedTensors(Quantizer):
 
     @classmethod
     def refusal(cls, fields: Mapping[str, Any]) -> str:
-        """See `Quantizer`."""
         groups = cls._groups(fields)
         for group in groups:
             if group["format"] not in cls.formats or group.get("strategy") == "tensor_group":
@@ -272,12 +269,10 @@ class _CompressedTensors(Quantizer):
 
     @property
     def name(self) -> str:
-        """See `Quantizer`."""
         kinds = {f"{group.get('type', 'int')}{group.get('num_bits')}" for group in self._groups(self.fields)}
         return f"compressed-tensors {' and '.join(sorted(kinds))}"
 
     def value(self, parts: Parts, *, is_expert: bool) -> Tensor:
-        """See `Quantizer`."""
         scales, packed = parts.get("weight_scale"), parts.get("weight_packed")
         if scales is None or (packed is None and "weight" not in parts):
             return _plain(parts.get("weight"))

@@ -40,7 +40,6 @@ class MergedSource:
                 self._untie(first, name)
 
     def fill(self, masters: Masters, units: Sequence[Sequence[str]], progress: Progress | None = None) -> None:
-        """Write every parameter of every unit (see `Source`)."""
         for unit in units:
             held = WeightsInMemory()
             self._adapted.base.fill(held, [[*dict.fromkeys(self._first[name] for name in unit)]])

@@ -273,7 +273,6 @@ class PretrainedSource:
         return InRuns(moved, made[target], headers, self._where, self._shards.before_read) if is_all else None
 
     def fill(self, masters: Masters, units: Sequence[Sequence[str]], progress: Progress | None = None) -> None:
-        """Write every parameter of every unit (see `Source`)."""
         first = first_names(self.model)
         keys: dict[str, list[str]] = {}
         for target, held in self._keys.items():

@@ -117,7 +117,6 @@ class ModelSource:
         self.model = model
 
     def fill(self, masters: Masters, units: Sequence[Sequence[str]], progress: Progress | None = None) -> None:
-        """Write every parameter of every unit (see `Source`)."""
         parameters = dict(self.model.named_parameters())
         report = Report(progress, sum(parameter.numel() for parameter in parameters.values()))
         for unit in units:

@@ -152,7 +152,6 @@ class WideModel:
         return self.parameters[name].values(self.narrow.get_parameter(name).detach(), start, stop)
 
     def fill(self, masters: Masters, units: Sequence[Sequence[str]], progress: Progress | None = None) -> None:
-        """Write every parameter of every unit (see `Source`)."""
         report = Report(progress, sum(parameter.numel() for parameter in self.model.parameters()))
         for name in (name for unit in units for name in unit):
             parameter = self.parameters[name]
