@@ -447,6 +447,3 @@ def streamed(kind: type) -> Any:
     made = type(f"Streamed{kind.__name__}", (Streamed, kind), {"__doc__": Streamed.__doc__, "__module__": __name__})
     refuse_class(made)
     return made
-
-
-__all__ = ["Streamed", "StreamedTrainer", "streamed"]

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from math import prod
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from megatrain.model.architecture import POSITIONS, auto_class, position_limit
 from megatrain.model.carried import NOTHING, WAS_QUANTIZED, WrittenTensor, carried_by
 from megatrain.model.hub import ADAPTER
 from megatrain.model.ports import PortedModel, Weights
+from megatrain.model.side_values import leaves_of
 from megatrain.model.weight_sources import quiet
 from megatrain.spec import Precision
 
@@ -128,7 +130,8 @@ class WrittenModel:
         self.units: list[list[WrittenTensor]] = [self._planned(tensors) for tensors in ours]
         """The tensors of each unit, in the order in which `tensors` gives them."""
         at_once = self._planned({name: tensor for tensors in ours for name, tensor in tensors.items()})
-        if sorted(at_once, key=_by_name) != sorted((tensor for unit in self.units for tensor in unit), key=_by_name):
+        by_unit, by_name = [tensor for unit in self.units for tensor in unit], attrgetter("name")
+        if sorted(at_once, key=by_name) != sorted(by_unit, key=by_name):
             raise ExportError(
                 "its checkpoint joins tensors of several units, so it cannot be written unit by unit",
                 where=f"model {self.spec.name}",
@@ -203,10 +206,6 @@ Written = WrittenModel | WrittenAdapter
 """What is written of a model: all of it, or only its adapter."""
 
 
-def _by_name(tensor: WrittenTensor) -> str:
-    return tensor.name
-
-
 def _names_to_write(whole: PreTrainedModel) -> dict[str, str]:
     """Parameter name -> written name; of tied names, the one that transformers looks for on loading.
 
@@ -239,9 +238,6 @@ _OLD_NUMBERS = (
 
 _OLD_ALIASES = ("num_experts",)
 """Fields of transformers 4 that are aliases now."""
-
-_Path = tuple[str, ...]
-"""The keys to a value in nested mappings."""
 
 
 def add_old_fields(file: Path, config: PreTrainedConfig) -> None:
@@ -276,7 +272,7 @@ def old_fields(config: PreTrainedConfig) -> dict[str, Any]:
     rope = getattr(config, "rope_parameters", None)
     if not isinstance(rope, dict) or not rope:
         return old
-    held = dict(_leaves(rope))
+    held = dict(leaves_of(rope))
     kind: Any = type(config)  # mypy takes no class for hashable
     for name in _OLD_NUMBERS:
         values = {held.get(path) for path in _moved_by(kind, name)}
@@ -307,7 +303,7 @@ def _old_scaling(rope: Mapping[str, Any], config: PreTrainedConfig) -> dict[str,
 
 
 @cache  # asked at each checkpoint, and each answer takes reading two configs or four
-def _moved_by(kind: type[PreTrainedConfig], old: str) -> list[_Path]:
+def _moved_by(kind: type[PreTrainedConfig], old: str) -> list[tuple[Any, ...]]:
     """Paths in the rotary parameters of a class of configs whose values follow this field of transformers 4."""
     scalings = [{"rope_type": "linear", "factor": factor} for factor in (2.0, 4.0)]
     first_value, second_value = scalings if old == "rope_scaling" else (0.5, 0.25)
@@ -319,19 +315,11 @@ def _moved_by(kind: type[PreTrainedConfig], old: str) -> list[_Path]:
     return []
 
 
-def _read_rope(kind: type[PreTrainedConfig], fields: Mapping[str, Any]) -> dict[_Path, Any]:
+def _read_rope(kind: type[PreTrainedConfig], fields: Mapping[str, Any]) -> dict[tuple[Any, ...], Any]:
     """The rotary parameters of a config of this class with these fields, without the old name of their type."""
     try:
         with quiet():
             rope = getattr(kind.from_dict(copy.deepcopy(dict(fields))), "rope_parameters", None)
     except Exception:  # a class may refuse fields without others, in whatever terms its authors chose
         return {}
-    return {path: value for path, value in _leaves(rope or {}) if path[-1] != "type"}
-
-
-def _leaves(tree: Mapping[str, Any], path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, (*path, name))
-        else:
-            yield (*path, name), value
+    return {path: value for path, value in leaves_of(rope or {}) if path[-1] != "type"}

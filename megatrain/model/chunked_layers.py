@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def token_wise(layer: nn.Module, run: Callable[[int], object]) -> tuple[str, ...
     """
     calls: dict[str, list[tuple[tuple[Any, ...], Mapping[str, Any], Any]]] = {}
     hooks = [
-        module.register_forward_hook(_noting(calls.setdefault(name, [])), with_kwargs=True)
+        module.register_forward_hook(partial(_note, calls.setdefault(name, [])), with_kwargs=True)
         for name, module in layer.named_modules()
         if name
     ]
@@ -187,11 +188,8 @@ class _Sum:
 # Finding them ---------------------------------------------------------------------------------------------------------
 
 
-def _noting(seen: list[tuple[tuple[Any, ...], Mapping[str, Any], Any]]) -> Callable[..., None]:
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        seen.append((args, kwargs, output))
-
-    return note
+def _note(seen: list[Any], module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+    seen.append((args, kwargs, output))
 
 
 def _one_for_one(args: tuple[Any, ...], output: Any) -> bool:

@@ -520,6 +520,3 @@ def _same(made: Any, expected: Tensor) -> bool:
         return False
     largest = expected.abs().max()
     return bool((made.double() - expected.double()).abs().max() <= TOLERANCE * largest) and bool(largest > 0)
-
-
-__all__ = ["fuse", "fuse_layers", "unfuse_layers"]

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatrain.model.skeleton import storage_of
+
 aten = torch.ops.aten
 
 
@@ -50,7 +52,7 @@ class MovedElements(TorchDispatchMode):
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._names = {_storage(tensor): name for name, tensor in parameters.items()}
+        self._names = {storage_of(tensor): name for name, tensor in parameters.items()}
         self._joined: dict[int, _Joined | None] = {}
         """Storage -> what was copied into it; `None` if it was computed or changed."""
         self._alive: list[Tensor] = [*parameters.values()]
@@ -60,7 +62,7 @@ class MovedElements(TorchDispatchMode):
         result = op(*args, **(kwargs or {}))
         results = result if isinstance(result, (list, tuple)) else [result]
         for tensor in (value for value in results if isinstance(value, Tensor) and value.is_meta):
-            storage = _storage(tensor)
+            storage = storage_of(tensor)
             if op._schema.is_mutable:
                 self._joined[storage] = None
             elif storage not in self._names and storage not in self._joined:
@@ -70,7 +72,7 @@ class MovedElements(TorchDispatchMode):
 
     def are_known(self, tensor: Tensor) -> bool:
         """Whether all elements of a result were moved, and none computed."""
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         if storage not in self._joined:
             return storage in self._names
         joined = self._joined[storage]
@@ -78,7 +80,7 @@ class MovedElements(TorchDispatchMode):
 
     def runs(self, tensor: Tensor, first: int = 0, last: int | None = None) -> Iterator[Run]:
         """Where elements [first, last) of a result in row-major order come from, in order; by default all of them."""
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         joined = self._joined.get(storage)
         for start, count, step in _strided(tensor, first, tensor.numel() if last is None else last):
             if joined is None:
@@ -136,10 +138,6 @@ def _strided(tensor: Tensor, first: int, last: int) -> Iterator[tuple[int, int, 
             start += place * stride
         begin, end = max(first - row * count, 0), min(last - row * count, count)
         yield start + begin * step, end - begin, step
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 # What is read at once -------------------------------------------------------------------------------------------------

@@ -270,10 +270,10 @@ class _Buffer:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+    return {name: value for name, value in vars(module).items() if name not in OF_EVERY_MODULE}
 
 
-_OF_EVERY_MODULE = vars(nn.Module()).keys()
+OF_EVERY_MODULE = vars(nn.Module()).keys()
 
 
 class HandOut:

@@ -19,12 +19,11 @@ from torch import Tensor, nn
 
 from megatrain.errors import MegaTrainError, ModelError
 from megatrain.model.chunked_layers import ExpandedRowLinear
-from megatrain.model.ports import PortedModel, handing_back
+from megatrain.model.ports import OF_EVERY_MODULE, PortedModel, handing_back
 from megatrain.model.weight_reads import Uses
 
 LIBRARIES = ("torch", "transformers", "peft")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-OF_EVERY_MODULE = vars(nn.Module())
 
 
 def refuse_shared_and_hooked(model: nn.Module) -> None:
