@@ -20,20 +20,16 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 
-def layer_lists(skeleton: nn.Module, stack: str) -> dict[str, nn.ModuleList]:
-    """The outermost module lists besides that of the decoder layers, which is named `stack`."""
-    modules = skeleton.named_modules()
-    lists = {name: module for name, module in modules if isinstance(module, nn.ModuleList) and name != stack}
-    return {
-        name: module
-        for name, module in lists.items()
-        if not any(name.startswith(f"{other}.") for other in (*lists, stack))
-    }
+def outermost_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
+    """The module lists that are in no other, by name."""
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    return {name: lists[name] for name in lists if not any(name.startswith(f"{other}.") for other in lists)}
 
 
 def encoder_layers(skeleton: nn.Module, stack: str) -> list[nn.Module]:
     """The layers of encoders. stack: name of the module list of decoder layers."""
-    layers = [layer for module in layer_lists(skeleton, stack).values() for layer in module.children()]
+    lists = outermost_lists(skeleton)
+    layers = [layer for name in lists if name != stack for layer in lists[name].children()]
     return [layer for layer in layers if any(True for _ in layer.parameters())]
 
 

@@ -29,6 +29,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from megatrain.errors import ModelError, typed_line
 from megatrain.model.architecture import auto_class, ropes_of
+from megatrain.model.recomputed_encoders import outermost_lists
 from megatrain.model.skeleton import on_the_cpu
 from megatrain.model.weight_sources import quiet
 
@@ -274,11 +275,10 @@ def _stacks(model: PreTrainedModel, config: PreTrainedConfig, path: Path = ()) -
     """All stacks of layers, including those of nested configs."""
     stacks: list[_Stack] = []
     plain = _plain(config)
-    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    lists = outermost_lists(model)
     counts = [value for name, value in plain.items() if LAYER_COUNT.fullmatch(name) and isinstance(value, int)]
     for depth in (getattr(config, "decoder_layers", None), getattr(config, "num_hidden_layers", None), *counts):
-        modules = tuple(name for name in outer if len(lists[name]) == depth)
+        modules = tuple(name for name in lists if len(lists[name]) == depth)
         if depth and modules:
             fields = tuple(name for name, value in plain.items() if _entry_each(name, value, depth))
             stacks.append(_Stack(path, depth, modules, fields))
