@@ -219,18 +219,13 @@ def _passes(module: nn.Module, given: Tensor) -> bool:
     tokens = torch.randn(len(ORDER), given.shape[-1], generator=generator).to(given.dtype)
     tokens = tokens.expand(*given.shape[:-2], *tokens.shape).contiguous()
     untouched = tokens.clone()
-    modes = {part: part.training for part in module.modules()}
-    module.train()  # so that dropout fails the test
-    try:
-        with torch.no_grad(), LimitNumel(MOST_RANDOM_NUMEL), ExpandedRowLinear():
+    try:  # in training mode, so that dropout fails the test
+        with in_mode(True, module), torch.no_grad(), LimitNumel(MOST_RANDOM_NUMEL), ExpandedRowLinear():
             expected = functional_call(module, weights, (tokens,))[..., ORDER, :]
             pieces = tokens[..., ORDER, :].split(PIECES, dim=-2)
             in_pieces = torch.cat([functional_call(module, weights, (piece,)) for piece in pieces], dim=-2)
     except TooLarge:  # a large weight is used by something other than `linear`
         return False
-    finally:
-        for part, mode in modes.items():
-            part.training = mode
     if not torch.equal(tokens, untouched):
         return False  # it writes into its input, which must be kept
     largest, off = expected.float().abs().max(), (in_pieces - expected).float().abs().max()
@@ -248,6 +243,19 @@ def _kept_of(module: nn.Module, given: Tensor) -> int:
         graph = functional_call(module, leaves, (inside,)).grad_fn
         del inside
         return living.nbytes if graph else 0
+
+
+@contextmanager
+def in_mode(training: bool, *roots: nn.Module) -> Iterator[None]:
+    """In the block, all modules in these are in training mode, or not; afterwards each is as before."""
+    modes = {module: module.training for root in roots for module in root.modules()}
+    try:
+        for module in modes:
+            module.training = training
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 class ExpandedRowLinear(TorchFunctionMode):

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from megatrain.model.chunked_layers import MOST_RANDOM_NUMEL, ExpandedRowLinear, random_like
+from megatrain.model.chunked_layers import MOST_RANDOM_NUMEL, ExpandedRowLinear, in_mode, random_like
 from megatrain.model.fused import (
     ACTIVATIONS,
     HALVES,
@@ -370,16 +370,12 @@ def _calls_of(module: nn.Module, width: int, scale: float) -> tuple[Tensor, list
             calls.append(_ChildCall(child, args[0], output))
 
     hooks = [child.register_forward_hook(note) for child in module.children()]
-    modes = {part: part.training for part in module.modules()}
-    module.train()  # so that dropout fits no formula
-    try:
-        with _quietly() as failed, LimitNumel(MOST_RANDOM_NUMEL), ExpandedRowLinear():
+    try:  # in training mode, so that dropout fits no formula
+        with _quietly() as failed, in_mode(True, module), LimitNumel(MOST_RANDOM_NUMEL), ExpandedRowLinear():
             output = functional_call(module, weights, (x,))
     finally:
         for hook in hooks:
             hook.remove()
-        for part, mode in modes.items():
-            part.training = mode
     return None if failed else (x, calls, output)
 
 

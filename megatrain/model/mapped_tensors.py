@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)  # in Python's mmap since 3.13
 _GIVE_BACK: int | None = getattr(mmap, "MADV_DONTNEED", None)
@@ -34,6 +34,12 @@ def give_back(mapping: mmap.mmap, start: int, nbytes: int) -> None:
     """
     if _GIVE_BACK is not None and nbytes:
         mapping.madvise(_GIVE_BACK, start, whole_pages(nbytes))
+
+
+def lazy_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """`lazy_zeros` in place of a module's parameters, by name, which train where those do."""
+    named = module.named_parameters()
+    return {name: lazy_zeros(like.shape, like.dtype).requires_grad_(like.requires_grad) for name, like in named}
 
 
 def lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

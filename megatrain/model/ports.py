@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from megatrain.errors import ModelError
 from megatrain.model.adapters import Adapter, switched_off
 from megatrain.model.between_layers import Between, EarlierOutput, PrologueDone, Recorder, TensorSubstitution, Value
-from megatrain.model.chunked_layers import in_chunks
+from megatrain.model.chunked_layers import in_chunks, in_mode
 from megatrain.model.forward_arguments import Arguments
 from megatrain.model.peak import tensors_of
 from megatrain.model.recomputed_encoders import recomputed
@@ -627,18 +627,9 @@ class PortedModel:
         """From now on, calls of the skeleton and of the templates start from their present state (`Recomputed`)."""
         self.recomputed = {root: Recomputed(root) for root in roots_of(self)}
 
-    @contextmanager
-    def evaluation_mode(self) -> Iterator[None]:
+    def evaluation_mode(self) -> AbstractContextManager[None]:
         """In the block, no dropout and the like; afterwards every module is back in its mode."""
-        modules = [module for root in roots_of(self) for module in root.modules()]
-        modes = [module.training for module in modules]
-        for module in modules:
-            module.training = False
-        try:
-            yield
-        finally:
-            for module, mode in zip(modules, modes, strict=True):
-                module.training = mode
+        return in_mode(False, *roots_of(self))
 
     def whole(self) -> PreTrainedModel:
         """The reassembled model, on the meta device except its buffers: for names, files and configuration."""

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 
 from megatrain.model.chunked_layers import in_chunks, token_wise
-from megatrain.model.mapped_tensors import lazy_zeros
+from megatrain.model.mapped_tensors import lazy_parameters, lazy_zeros
 from megatrain.model.peak import (
     DeviceAttention,
     Lengths,
@@ -176,10 +176,7 @@ class Measurement:
 
     def _run(self, called: Callable[[Batching, int, int], Capture], rows: Batching, index: int, count: int) -> Run:
         layer = self._ported.templates[index]
-        # Grouped products want real strides.
-        weights = {
-            name: lazy_zeros(p.shape, p.dtype).requires_grad_(p.requires_grad) for name, p in layer.named_parameters()
-        }
+        weights = lazy_parameters(layer)  # grouped products want real strides
 
         def run(tokens: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
             capture = called(rows, count, tokens)

@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megatrain.model.mapped_tensors import lazy_zeros
+from megatrain.model.mapped_tensors import lazy_parameters, lazy_zeros
 from megatrain.model.peak import (
     Lengths,
     Recording,
@@ -336,10 +336,7 @@ def _run_of_layer(
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     assert ported.encoder is not None
     layer = ported.encoder.templates[index]
-    weights = {
-        name: lazy_zeros(parameter.shape, parameter.dtype).requires_grad_(parameter.requires_grad)
-        for name, parameter in layer.named_parameters()
-    }
+    weights = lazy_parameters(layer)
     given = hidden.detach().requires_grad_()
     return ported.encoder.layer(ported, index, weights, given, call)[0], list(weights.values()), [given]
 
