@@ -11,7 +11,11 @@ from torch import Tensor
 
 from megatrain.optim import MatrixScalars, MomentumArrays, StepScalars
 from megatrain.optim.kernels import F32, U16, Segment
-from megatrain.optim.split_master import bf16_to_f32
+
+
+def bf16_to_f32(bits: U16) -> F32:
+    """Convert bfloat16 `bits` to float32; exact."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def reference_update(

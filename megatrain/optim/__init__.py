@@ -24,7 +24,6 @@ from megatrain.optim.muon import (
     matrix_shape,
     momentum_on_host,
     orthogonalize_flops,
-    orthogonalize_nbytes,
 )
 from megatrain.optim.optimizer import (
     Optimizer,
@@ -61,7 +60,6 @@ __all__ = [
     "momentum_on_host",
     "optimizer_from",
     "orthogonalize_flops",
-    "orthogonalize_nbytes",
     "own_square_sums",
     "split",
     "split_into",

@@ -80,8 +80,13 @@ def _cut(segments: tuple[Segment, ...], nelements: int) -> NDArray[np.int64]:
     return blocks
 
 
-def check_arrays(written: dict[str, Array], read: dict[str, Array], dtypes: dict[str, tuple[type, ...]]) -> None:
-    """Raise MegaTrainError unless the arrays are contiguous, 1-D, equally long, disjoint and of the expected dtypes.
+_DTYPES: dict[str, tuple[type, ...]] = {"hi": (np.uint16,), "lo": (np.uint16,)}
+_DTYPES |= dict.fromkeys(("grad", "direction"), (np.uint16, np.float32))
+
+
+def check_arrays(written: dict[str, Array], read: dict[str, Array]) -> None:
+    """Raise MegaTrainError unless the arrays are contiguous, 1-D, equally long, disjoint, and of the dtypes in
+    `_DTYPES` or float32.
 
     The kernels rely on it: they check no bounds and assume that no array aliases another.
     """
@@ -89,8 +94,9 @@ def check_arrays(written: dict[str, Array], read: dict[str, Array], dtypes: dict
     length = next(iter(arrays.values())).size
     for name, array in arrays.items():
         problem = ""
-        if array.dtype not in dtypes[name]:
-            problem = f"dtype {array.dtype}, expected {' or '.join(d.__name__ for d in dtypes[name])}"
+        dtypes = _DTYPES.get(name, (np.float32,))
+        if array.dtype not in dtypes:
+            problem = f"dtype {array.dtype}, expected {' or '.join(d.__name__ for d in dtypes)}"
         elif array.shape != (length,):
             problem = f"shape {array.shape}, expected ({length},)"
         elif not array.flags.c_contiguous or not array.flags.aligned:

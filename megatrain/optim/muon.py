@@ -42,15 +42,6 @@ from megatrain.spec.validate_fields import Bounds, check_fields, checked
 T = TypeVar("T")
 A = TypeVar("A")
 
-_DTYPES: dict[str, tuple[type, ...]] = {
-    "hi": (np.uint16,),
-    "lo": (np.uint16,),
-    "weight": (np.float32,),
-    "momentum": (np.float32,),
-    "direction": (np.uint16, np.float32),
-    "grad": (np.uint16, np.float32),
-}
-
 
 @dataclass(frozen=True)
 class MatrixScalars:
@@ -277,7 +268,7 @@ def momentum_on_host(
     stay unchanged. Raises MegaTrainError for arrays or segments that do not fit together.
     """
     written = {"momentum": arrays.momenta, "direction": arrays.direction}
-    check_arrays(written, {"grad": arrays.gradient}, _DTYPES)
+    check_arrays(written, {"grad": arrays.gradient})
     blocks = cut(segments, arrays.momenta.size)
     args = arrays.momenta, arrays.gradient, arrays.direction, scalars.packed(), nesterov
     run(kernels.muon_momentum, *args, blocks=blocks, threads=threads)
@@ -298,7 +289,7 @@ def apply_on_host(
     unchanged. Raises MegaTrainError for arrays or segments that do not fit together.
     """
     names = ("weight",) if len(masters) == 1 else ("hi", "lo")
-    check_arrays(dict(zip(names, masters, strict=True)), {"direction": direction}, _DTYPES)
+    check_arrays(dict(zip(names, masters, strict=True)), {"direction": direction})
     if any(not 0 <= index < len(rates) for _, _, index in segments):
         raise MegaTrainError("a segment has no rate", where=f"{len(segments)} segments with {len(rates)} rates")
     run(kernels.muon_apply, masters, direction, keep, rates, blocks=cut(segments, direction.size), threads=threads)
@@ -322,11 +313,6 @@ def matrix_shape(shape: Sequence[int], matrices: int) -> tuple[int, int]:
 def orthogonalize_flops(matrices: int, rows: int, columns: int, steps: int) -> int:
     """Floating-point operations of the products of `steps` steps of Newton-Schulz on so many matrices."""
     return 2 * matrices * steps * Matrices(0, 1, rows, columns).products
-
-
-def orthogonalize_nbytes(rows: int, columns: int, element_nbytes: int) -> int:
-    """Bytes of memory beside the direction while matrices of this shape are made orthogonal, one after the other."""
-    return element_nbytes * (rows * columns + 2 * min(rows, columns) ** 2)
 
 
 def _value(pairs: Sequence[tuple[str, T]], name: str) -> T | None:

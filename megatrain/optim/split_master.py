@@ -28,13 +28,6 @@ import numpy as np
 from megatrain.optim import kernels
 from megatrain.optim.kernels import F32, U16, check_arrays, cut, run, whole
 
-_DTYPES: dict[str, tuple[type, ...]] = {
-    "master": (np.float32,),
-    "out": (np.float32,),
-    "hi": (np.uint16,),
-    "lo": (np.uint16,),
-}
-
 
 class Sliced(Protocol):
     """A flat array, of numpy or torch."""
@@ -87,7 +80,7 @@ def split(master: F32, threads: int = 1) -> tuple[U16, U16]:
 
 def split_into(master: F32, hi: U16, lo: U16, threads: int = 1) -> None:
     """Split `master`, float32[n], into the given `hi` and `lo`, uint16[n] each."""
-    check_arrays({"hi": hi, "lo": lo}, {"master": master}, _DTYPES)
+    check_arrays({"hi": hi, "lo": lo}, {"master": master})
     run(kernels.split, master, hi, lo, blocks=cut(whole(master.size), master.size), threads=threads)
 
 
@@ -100,10 +93,5 @@ def join(hi: U16, lo: U16, threads: int = 1) -> F32:
 
 def join_into(hi: U16, lo: U16, out: F32, threads: int = 1) -> None:
     """Join `hi` and `lo`, uint16[n] each, into the given `out`, float32[n]."""
-    check_arrays({"out": out}, {"hi": hi, "lo": lo}, _DTYPES)
+    check_arrays({"out": out}, {"hi": hi, "lo": lo})
     run(kernels.join, hi, lo, out, blocks=cut(whole(out.size), out.size), threads=threads)
-
-
-def bf16_to_f32(bits: U16) -> F32:
-    """Convert bfloat16 `bits` to float32; exact."""
-    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)

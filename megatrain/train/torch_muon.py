@@ -67,7 +67,7 @@ def orthogonalize(direction: Tensor, shape: tuple[int, int, int], muon: Muon) ->
     """Make each of the stacked matrices in a flat direction orthogonal, in place, by Newton-Schulz in its dtype.
 
     direction: contiguous bfloat16 or float32, whole. shape: (matrices, rows, columns). Zeros stay zeros; what is not
-    finite spreads over its matrix. Torch allocates `optim.orthogonalize_nbytes` meanwhile.
+    finite spreads over its matrix. Torch allocates `directions.workspace_numel` elements.
     """
     matrices, rows, columns = shape
     small, large = sorted((rows, columns))

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from megatrain.errors import ConfigError, MegaTrainError, NonFinite
 from megatrain.optim import AdamW, HostArrays, StateArrays, StepScalars, kernels, update_on_host
-from megatrain.optim.split_master import bf16_to_f32, join, split
-from tests.references import f32_to_bf16, reference_update, reference_update_split
+from megatrain.optim.split_master import join, split
+from tests.references import bf16_to_f32, f32_to_bf16, reference_update, reference_update_split
 
 Segments = Sequence[tuple[int, int, bool]]
 State = dict[str, np.ndarray]

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.errors import MegaTrainError
-from megatrain.optim.split_master import bf16_to_f32, join, join_into, split, split_into
-from tests.references import f32_to_bf16, reference_join, reference_split
+from megatrain.optim.split_master import join, join_into, split, split_into
+from tests.references import bf16_to_f32, f32_to_bf16, reference_join, reference_split
 
 patterns = st.lists(st.integers(0, 2**32 - 1), max_size=40).map(lambda bits: np.array(bits, np.uint32))
 

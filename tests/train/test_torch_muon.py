@@ -23,11 +23,12 @@ from megatrain.optim import (
     matrix_shape,
     momentum_on_host,
     orthogonalize_flops,
-    orthogonalize_nbytes,
     split,
     update_on_host,
 )
+from megatrain.schedule.passes.directions import workspace_numel
 from megatrain.spec import layout
+from megatrain.spec.layout import Matrices
 from megatrain.train.torch_muon import apply_on_device, momentum_on_device, orthogonalize
 from tests.optim.test_muon import DTYPES, SEGMENTS, numbers
 
@@ -165,7 +166,7 @@ def test_memory_and_operations_are_those_that_are_told(dtype: torch.dtype) -> No
     with FlopCounterMode(display=False) as counter, Allocating() as allocating:
         orthogonalize(direction, (2, 48, 32), Muon())
     assert counter.get_total_flops() == orthogonalize_flops(2, 48, 32, 5)
-    assert allocating.nbytes == orthogonalize_nbytes(48, 32, dtype.itemsize)
+    assert allocating.nbytes == dtype.itemsize * workspace_numel(Matrices(0, 1, 48, 32))
 
 
 @pytest.mark.parametrize("newton_schulz", ["bf16", "fp32"])
