@@ -33,9 +33,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatrain.device.probe_disk import disk_speed
 from megatrain.memory.checksum import checksum
 from megatrain.memory.disk import Disk
+from megatrain.memory.probe_disk import disk_speed
 from megatrain.memory.scratch_files import ScratchFile
 from megatrain.plan.host_resources import processor_name
 

@@ -1,6 +1,6 @@
 """`megatrain probe`: measure this machine in under a minute, as a `Hardware` value.
 
-Combines measurements of the device (`device.probe`), the disk (`device.probe_disk`), the host's optimizer pass
+Combines measurements of the device (`device.probe`), the disk (`memory.probe_disk`), the host's optimizer pass
 (`optim`) and the operating system's limits (`plan.host_resources`). The time is divided by weights; a stage that
 overruns takes time from later ones. Compute and host memory are measured in turn within one stage, so that rates which
 a plan compares come from the same moments. `Hardware.sources` says how each value was measured. Not covered: saving
@@ -32,9 +32,9 @@ from megatrain.device.probe import (
     measure_in_turn,
     product_rates,
 )
-from megatrain.device.probe_disk import disk_speed, refuse_unwritable
 from megatrain.errors import DeviceError
 from megatrain.formatting import counted
+from megatrain.memory.probe_disk import disk_speed, refuse_unwritable
 from megatrain.optim import AdamW, HostArrays, StateArrays, sum_of_squares, update_on_host
 from megatrain.plan.host_resources import (
     available_disk_nbytes,

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config, DiskSection, MemorySection, TrainSection
-from megatrain.device.probe_disk import disk_speed
-from megatrain.errors import ConfigError, DeviceError, DiskError
+from megatrain.errors import ConfigError, DiskError
 from megatrain.formatting import amount, at_least, at_most
 from megatrain.memory import Disk
+from megatrain.memory.probe_disk import disk_speed
 from megatrain.model import InFiles, listed
 from megatrain.optim import AdamW, Muon, Optimizer, described, kind_named
 from megatrain.plan import Plan, Question, written_nbytes_per_day
@@ -157,7 +157,7 @@ def open_disk(disk: DiskSection, hardware: Hardware) -> Disk | None:
             preallocate=disk.preallocate,
             **measured,  # type: ignore[arg-type]
         )
-    except (DiskError, DeviceError) as error:
+    except DiskError as error:
         raise ConfigError(error.what, where=f"disk.folders: {error.where}", fix=error.fix) from error
 
 

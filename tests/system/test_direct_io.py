@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.device import probe_disk
-from megatrain.memory import scratch_files
+from megatrain.memory import probe_disk, scratch_files
 from megatrain.memory.scratch_files import ScratchFile
 
 
