@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,45 +13,6 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 from megatrain.engine.gradient_accumulation import GradientAccumulator
 from megatrain.model import is_wrapped
-
-# Arguments of a call --------------------------------------------------------------------------------------------------
-#
-# The arguments of a call of `linear` or `embedding`, whether by position, by keyword or by default.
-
-
-_EMBEDDING_OPTIONS = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
-"""The arguments that follow ids and weight, in order."""
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddingOptions:
-    """The options of `torch.nn.functional.embedding` that matter for its gradient."""
-
-    padding: int
-    """The id whose row gets no gradient, or -1."""
-    renormalizes: bool
-    """Whether the rows looked up are changed to have `max_norm` at most."""
-    scale_grad_by_freq: bool
-    sparse: bool
-
-
-def linear_bias(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The bias in a call of `linear`."""
-    bias: Tensor | None = args[2] if len(args) > 2 else kwargs.get("bias")
-    return bias
-
-
-def embedding_options(args: Sequence[Any], kwargs: Mapping[str, Any]) -> EmbeddingOptions:
-    """The options in a call of `embedding`."""
-    given = {**dict(zip(_EMBEDDING_OPTIONS, args[2:], strict=False)), **kwargs}
-    padding = given.get("padding_idx")
-    return EmbeddingOptions(
-        -1 if padding is None else padding % len(args[1]),
-        given.get("max_norm") is not None,
-        bool(given.get("scale_grad_by_freq")),
-        bool(given.get("sparse")),
-    )
-
 
 # Gradients in place ---------------------------------------------------------------------------------------------------
 #
@@ -142,9 +102,13 @@ class _LinearInPlace(torch.autograd.Function):
 
 
 def _linear(name: str, total: GradientAccumulator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    if linear_bias(args, kwargs) is not None:
+    if (args[2] if len(args) > 2 else kwargs.get("bias")) is not None:
         return functional.linear(*args, **kwargs)
     return _LinearInPlace.apply(*args[:2], name, total)  # type: ignore[no-untyped-call]
+
+
+EMBEDDING_OPTIONS = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+"""The arguments of `torch.nn.functional.embedding` behind ids and weight, in order."""
 
 
 class _EmbeddingInPlace(torch.autograd.Function):
@@ -161,10 +125,12 @@ class _EmbeddingInPlace(torch.autograd.Function):
 
 
 def _embedding(name: str, total: GradientAccumulator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    options = embedding_options(args, kwargs)
-    if options.renormalizes or options.scale_grad_by_freq or options.sparse:
+    options = {**dict(zip(EMBEDDING_OPTIONS, args[2:], strict=False)), **kwargs}
+    if options.get("max_norm") is not None or options.get("scale_grad_by_freq") or options.get("sparse"):
         return functional.embedding(*args, **kwargs)
-    return _EmbeddingInPlace.apply(*args[:2], options.padding, name, total)  # type: ignore[no-untyped-call]
+    padding = options.get("padding_idx")
+    at = -1 if padding is None else padding % len(args[1])
+    return _EmbeddingInPlace.apply(*args[:2], at, name, total)  # type: ignore[no-untyped-call]
 
 
 _REPLACEMENTS: Mapping[Any, Any] = {functional.linear: _linear, functional.embedding: _embedding}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,7 +16,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain import Engine, Policy
-from megatrain.engine.autograd import GradientsInPlace
+from megatrain.engine.autograd import EMBEDDING_OPTIONS, GradientsInPlace
 from megatrain.engine.context import OpContext
 from megatrain.engine.gradient_accumulation import GradientAccumulator, SumBuffer
 from megatrain.spec import Numerics, ParamSpec, UnitSpec
@@ -44,7 +45,16 @@ USES: dict[str, Use] = {
     "embedding twice": lambda x, w: embedding(x, w) * embedding(x, w),
     "linear and exp": lambda x, w: linear(x, w) + w.exp().sum(),
     "linear with bias": lambda x, w: functional.linear(x, w, torch.ones(ROWS)).square().sum(),
+    "bias by keyword": lambda x, w: functional.linear(x, w, bias=torch.ones(ROWS)).square().sum(),
+    "options by position": lambda x, w: functional.embedding(IDS, w, 5 - ROWS, 1.0).square().sum(),
+    "padding by position": lambda x, w: functional.embedding(IDS, w, 5 - ROWS).square().sum(),
+    "scaled by frequency": lambda x, w: functional.embedding(IDS, w, scale_grad_by_freq=True).square().sum(),
 }
+
+
+def test_options_of_an_embedding_are_in_torchs_order() -> None:
+    names = tuple(inspect.signature(functional.embedding).parameters)
+    assert names == ("input", "weight", *EMBEDDING_OPTIONS)
 
 
 def total_of(uses: list[Use], dtype: torch.dtype, in_place: bool) -> Tensor:
