@@ -156,7 +156,12 @@ def differentiate(loss_fn: LossFn | None, chunked: ChunkedHead, batch: MicroBatc
         loss, sums = _called(loss_fn, leaf, _to_device(batch, chunked.hidden.device), needs_graph=True)
         (gradient,) = torch.autograd.grad(loss * scale, leaf)
     chunked.rewind()
-    for_hidden = backward_from_log_probs(chunked, gradient.roll(-1, dims=1).flatten())
+    by_token = gradient.roll(-1, dims=1).flatten()
+
+    def gradient_of(logits: Tensor, chunk: Chunk) -> Tensor:
+        return _log_prob_gradient(logits, chunk.targets, by_token[chunk.indices])
+
+    for_hidden = backward(chunked, gradient_of)
     return MicroBatchLoss(loss.detach().double(), for_hidden, sums)
 
 
@@ -271,8 +276,8 @@ class KeepLogProbs(LogProbLoss):
 # depends on the chunk size but on nothing else in the plan, bit for bit, also on the simulated device. It equals the
 # stock model's, which goes through `torch.nn.functional.cross_entropy`, up to rounding.
 #
-# A `LogProbLoss` takes two passes over the chunks: `log_probs` without a graph, and `backward_from_log_probs` once the
-# loss function's gradient is known.
+# A `LogProbLoss` takes two passes over the chunks: `log_probs` without a graph, and `backward` once the loss function's
+# gradient is known.
 
 
 Head = Callable[[Tensor], Tensor]
@@ -318,10 +323,6 @@ class ChunkedHead:
             yield Chunk(self.positions[rows], indices, targets)
 
 
-WORKSPACE_NUMEL = LOSS_BLOCK_NUMEL
-"""Device type -> elements of the float32 workspace."""
-
-
 def cross_entropy(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Sum of the losses, a float64 scalar, and the gradient of `scale` times that sum with respect to the logits.
 
@@ -331,7 +332,10 @@ def cross_entropy(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor
     loss = torch.zeros((), dtype=torch.float64, device=logits.device)
     gradient = torch.empty_like(logits)
     for rows, work in _blocks(logits):
-        loss += _softmax_gradient(work, targets[rows], scale)
+        total, exponents = _exponentials(work, targets[rows])
+        work *= scale / total
+        work[torch.arange(len(work), device=work.device), targets[rows]] -= scale
+        loss += (total.squeeze(-1).log() - exponents).sum(dtype=torch.float64)
         gradient[rows] = work
     return loss, gradient
 
@@ -339,7 +343,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor
 def _blocks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Blocks of rows of `logits`, each with a float32 copy that the next block overwrites."""
     tokens, vocabulary = logits.shape
-    rows = max(1, min(tokens, WORKSPACE_NUMEL.get(logits.device.type, 1 << 26) // vocabulary))
+    rows = max(1, min(tokens, LOSS_BLOCK_NUMEL.get(logits.device.type, 1 << 26) // vocabulary))
     workspace = torch.empty(rows, vocabulary, dtype=torch.float32, device=logits.device)
     for start in range(0, tokens, rows):
         block = logits[start : start + rows]
@@ -354,14 +358,6 @@ def _exponentials(work: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     work -= work.amax(dim=-1, keepdim=True)
     exponents = work[torch.arange(len(targets), device=targets.device), targets]
     return work.exp_().sum(dim=-1, keepdim=True), exponents
-
-
-def _softmax_gradient(work: Tensor, targets: Tensor, scale: float) -> Tensor:
-    """Replace float32 logits [tokens, vocabulary] by the gradient; return the sum of the losses."""
-    total, exponents = _exponentials(work, targets)
-    work *= scale / total
-    work[torch.arange(len(targets), device=targets.device), targets] -= scale
-    return (total.squeeze(-1).log() - exponents).sum(dtype=torch.float64)
 
 
 def cross_entropy_loss(chunked: ChunkedHead) -> Tensor:
@@ -399,11 +395,6 @@ def log_probs(chunked: ChunkedHead) -> Tensor:
     return by_token
 
 
-def backward_from_log_probs(chunked: ChunkedHead, gradients: Tensor) -> Tensor:
-    """`backward` from the gradient with respect to each target's log-probability, float32[tokens]."""
-    return backward(chunked, lambda logits, chunk: _log_prob_gradient(logits, chunk.targets, gradients[chunk.indices]))
-
-
 def backward(chunked: ChunkedHead, gradient_of: Callable[[Tensor, Chunk], Tensor]) -> Tensor:
     """The gradient with respect to the hidden states, [tokens, hidden size].
 
@@ -432,18 +423,3 @@ def _log_prob_gradient(logits: Tensor, targets: Tensor, gradients: Tensor) -> Te
         work[torch.arange(len(work), device=work.device), targets[rows]] += gradients[rows]
         for_logits[rows] = work
     return for_logits
-
-
-__all__ = [
-    "KeepLogProbs",
-    "LogProbLoss",
-    "LogitsLoss",
-    "LossFn",
-    "MicroBatchLoss",
-    "StepResult",
-    "check_loss",
-    "differentiate",
-    "divisor_of",
-    "measure",
-    "own_entries",
-]

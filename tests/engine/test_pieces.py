@@ -43,7 +43,7 @@ def test_cross_entropy_equals_autograd_through_torchs(tokens: int, vocab: int, d
 def test_blocked_cross_entropy_equals_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, targets = torch.randn(10, 16), torch.randint(0, 16, (10,))
     whole = cross_entropy(logits, targets, 1.0)
-    monkeypatch.setattr("megatrain.engine.chunked_loss.WORKSPACE_NUMEL", {"cpu": 48})
+    monkeypatch.setattr("megatrain.engine.chunked_loss.LOSS_BLOCK_NUMEL", {"cpu": 48})
     blocks = cross_entropy(logits, targets, 1.0)
     assert torch.equal(blocks[1], whole[1])
     torch.testing.assert_close(blocks[0], whole[0])
