@@ -128,7 +128,7 @@ def rms_forward(inputs: Any, outputs: Any, shape: Any, gating: Any, eps: Any, bl
             w_r = weight[channel : channel + width]
             if gated:
                 gate_r = gate[row * distance + channel : row * distance + channel + width]
-                _activate(gate_r, values, activation)
+                _activate(gate_r, values, values, activation)
                 for k in range(width):
                     inside[k] = to_f32(x_r[k]) * (values[k] if gates_input else ONE)
                 scales[place] = _norm(inside, w_r, result, eps)
@@ -166,7 +166,7 @@ def rms_backward(inputs: Any, outputs: Any, shape: Any, gating: Any, blocks: Any
             if gated:
                 gate_r = gate[row * distance + channel : row * distance + channel + width]
                 of_gate_r = of_gate[place * width : (place + 1) * width]
-                _activate_with_slopes(gate_r, values, slopes, activation)
+                _activate(gate_r, values, slopes, activation)
                 for k in range(width):
                     inside[k] = to_f32(x_r[k]) * (values[k] if gates_input else ONE)
                     wanted[k] = to_f32(g_r[k]) * (ONE if gates_input else values[k])
@@ -247,39 +247,26 @@ def _at_most(x: Any, limit: Any) -> Any:
 
 
 @inlined
-def _activate(gate: Any, values: Any, activation: Any) -> None:
-    """values: an activation of min(gate, limit). activation: (its kind, two factors, the limit)."""
+def _activate(gate: Any, values: Any, slopes: Any, activation: Any) -> None:
+    """values, slopes: an activation of min(gate, limit), and its derivative there, which is not computed where both are
+    one array. activation: (its kind, two factors, the limit)."""
     kind, linear, cubic, limit = activation
     if kind == SIGMOID:
         for k in range(gate.size):
-            values[k], _ = _by_sigmoid(_at_most(to_f32(gate[k]), limit), linear, cubic)
+            value, slopes[k] = _by_sigmoid(_at_most(to_f32(gate[k]), limit), linear, cubic)
+            values[k] = value
     elif kind == GELU:
         for k in range(gate.size):
-            values[k], _ = _by_error_function(_at_most(to_f32(gate[k]), limit))
+            value, slopes[k] = _by_error_function(_at_most(to_f32(gate[k]), limit))
+            values[k] = value
     elif kind == SHARE:
         for k in range(gate.size):
-            values[k], _ = _share(_at_most(to_f32(gate[k]), limit))
+            value, slopes[k] = _share(_at_most(to_f32(gate[k]), limit))
+            values[k] = value
     else:
         for k in range(gate.size):
-            values[k], _ = _rectified(_at_most(to_f32(gate[k]), limit))
-
-
-@inlined
-def _activate_with_slopes(gate: Any, values: Any, slopes: Any, activation: Any) -> None:
-    """values, slopes: an activation of min(gate, limit), and its derivative there."""
-    kind, linear, cubic, limit = activation
-    if kind == SIGMOID:
-        for k in range(gate.size):
-            values[k], slopes[k] = _by_sigmoid(_at_most(to_f32(gate[k]), limit), linear, cubic)
-    elif kind == GELU:
-        for k in range(gate.size):
-            values[k], slopes[k] = _by_error_function(_at_most(to_f32(gate[k]), limit))
-    elif kind == SHARE:
-        for k in range(gate.size):
-            values[k], slopes[k] = _share(_at_most(to_f32(gate[k]), limit))
-    else:
-        for k in range(gate.size):
-            values[k], slopes[k] = _rectified(_at_most(to_f32(gate[k]), limit))
+            value, slopes[k] = _rectified(_at_most(to_f32(gate[k]), limit))
+            values[k] = value
 
 
 @compiled
@@ -300,7 +287,7 @@ def gated_forward(inputs: Any, out: Any, shape: Any, rule: Any, blocks: Any, cou
                 stop = min(start + CHUNK, width)
                 first, last = row * stride + start, row * stride + stop
                 gate_b, up_b, out_b = gate[first:last], up[first:last], out[row * width + start : row * width + stop]
-                _activate(gate_b, values, activation)
+                _activate(gate_b, values, values, activation)
                 for k in range(stop - start):
                     factor = -_at_most(-_at_most(to_f32(up_b[k]), limit), limit) + offset
                     out_b[k] = rounded_like(values[k] * factor, out_b)
@@ -327,7 +314,7 @@ def gated_backward(inputs: Any, outputs: Any, shape: Any, rule: Any, blocks: Any
                 gate_b, up_b = gate[first:last], up[first:last]
                 of_gate_b, of_up_b = of_gate[first:last], of_up[first:last]
                 wanted = gradient[row * width + start : row * width + stop]
-                _activate_with_slopes(gate_b, values, slopes, activation)
+                _activate(gate_b, values, slopes, activation)
                 for k in range(stop - start):
                     g, factor = to_f32(wanted[k]), to_f32(up_b[k])
                     clipped = -_at_most(-_at_most(factor, limit), limit)

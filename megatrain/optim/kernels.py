@@ -201,9 +201,8 @@ def inlined(function: Callable[..., Any]) -> Any:
     return numba.njit(inline="always")(function)
 
 
-def instruction(function: Callable[..., Any]) -> Any:
-    """Make `function`, which emits LLVM code, callable from kernels."""
-    return intrinsic(function)
+instruction: Callable[[Callable[..., Any]], Any] = intrinsic
+"""Makes a function, which emits LLVM code, callable from kernels."""
 
 
 @instruction
