@@ -12,7 +12,7 @@ It protects against drives, cables and lost writes, not against an adversary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -63,14 +63,8 @@ def checksum(pieces: Iterable[NDArray[np.uint8]]) -> int:
     return int(total[0])
 
 
-def checksums(pieces: Sequence[NDArray[np.uint8]], grain_nbytes: int) -> NDArray[np.uint64]:
-    """The checksum of every `grain_nbytes` of memory, uint64[n], the last of which may be fewer bytes.
-
-    pieces: the memory, as for `checksum`; one that begins inside a grain ends in it. Runs without the GIL.
-    """
-    totals, at = np.zeros(-(-sum(piece.size for piece in pieces) // grain_nbytes), np.uint64), 0
-    for piece in pieces:
-        first = at // grain_nbytes
-        _add(piece.view(np.uint64), grain_nbytes // 8, totals[first : first - (-piece.size // grain_nbytes)])
-        at += piece.size
+def checksums(memory: NDArray[np.uint8], grain_nbytes: int) -> NDArray[np.uint64]:
+    """The checksum of every `grain_nbytes` of memory, uint64[n]; the last may be of fewer bytes. See `checksum`."""
+    totals = np.zeros(-(-memory.size // grain_nbytes), np.uint64)
+    _add(memory.view(np.uint64), grain_nbytes // 8, totals)
     return totals

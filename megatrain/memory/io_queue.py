@@ -6,10 +6,9 @@ one region or of several, wait in one queue per file, and threads take the next 
 so little Python runs between blocks, and the drive has fewer than `depth` only at the end.
 
 Of a block that a range reaches into only its *grains* there move, each of which has a checksum of its own.
-Sector-aligned memory is transferred without a copy. Other memory, grains that are only partly wanted, and the last
-bytes of a region that do not fill a sector, pass through a buffer of the thread: at most `depth` + 1 blocks for each
-file and direction. Either way a grain is split into the same two pieces, its whole sectors and the rest, and so has the
-same checksum.
+Sector-aligned memory is transferred without a copy. Other memory, grains that are only partly wanted, and blocks that
+end within a sector pass through a buffer of the thread: at most `depth` + 1 blocks for each file and direction. Either
+way a grain's checksum is that of its whole sectors, padded with zeros.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
@@ -109,35 +107,6 @@ class Request(NamedTuple):
     memory: Bytes
     start: int
     grains: Sequence[Grains]
-
-
-@dataclass(slots=True)
-class _Passage:
-    """How grains move between `part` of the caller's memory and the disk."""
-
-    part: Bytes
-    pieces: list[Bytes]
-    """The pieces to transfer, of `part` or of the thread's buffer."""
-    through: Bytes
-    """The used whole sectors of the thread's buffer, of which the bytes from `skipped` on are those of `part` from
-    `first` on."""
-    first: int
-    skipped: int
-
-    def load(self) -> None:
-        """Copy bytes that pass through the buffer into it, padded with zeros."""
-        rest = self.part[self.first :]
-        self.through[: rest.size] = rest
-        self.through[rest.size :] = 0
-
-    def unload(self) -> None:
-        """Copy bytes that passed through the buffer out of it."""
-        rest = self.part[self.first :]
-        rest[:] = self.through[self.skipped : self.skipped + rest.size]
-
-    @property
-    def views(self) -> list[memoryview]:
-        return [piece.data for piece in self.pieces]
 
 
 _Queue = deque[tuple[Request, Grains]]
@@ -234,29 +203,28 @@ class _ScratchTraffic(Traffic):
         self._files, self._call_of = files, calls
 
     @abstractmethod
-    def _transfer(self, region: Region, grains: Grains, place: Block, passage: _Passage) -> None:
-        """Transfer grains that lie there. Raises OSError and `CorruptRegion`."""
+    def _transfer(self, region: Region, grains: Grains, place: Block, sectors: Bytes) -> None:
+        """Transfer grains that lie there, in whole sectors. Raises OSError and `CorruptRegion`."""
 
     def _carry(self, region: Region, grains: Grains, memory: Bytes, start: int) -> int:
+        """What is aligned moves at once; the rest through the thread's buffer, padded with zeros."""
         place = region.place(grains)
-        at = place.start - start
+        at, nbytes = place.start - start, whole_sectors(place.nbytes)
         part = memory[max(0, at) : at + place.nbytes]
+        at_once = part.size == nbytes and not part.ctypes.data % SECTOR
+        sectors = part if at_once else self._buffer()[:nbytes]
+        wanted = sectors[max(0, -at) :][: part.size]
         try:
-            self._transfer(region, grains, place, self._passage(part, place.nbytes, max(0, -at)))
+            if not at_once and self.direction == "written":
+                wanted[:] = part
+                sectors[part.size :] = 0
+            self._transfer(region, grains, place, sectors)
+            if not at_once and self.direction == "read":
+                part[:] = wanted
         except OSError as error:
             what = f"cannot be {self.direction} in {self._files[place.file].folder}"
             raise as_disk_error(error, what, region.label) from error
-        return whole_sectors(place.nbytes)
-
-    def _passage(self, part: Bytes, nbytes: int, skipped: int) -> _Passage:
-        """Of grains of so many bytes, of which the caller wants `part`, but not `skipped` bytes before it."""
-        whole = nbytes - nbytes % SECTOR
-        first = 0 if part.size < nbytes or part.ctypes.data % SECTOR else whole
-        if first == nbytes:
-            return _Passage(part, [part], part[first:], first, skipped)
-        through = self._buffer()[: whole_sectors(nbytes)]
-        pieces = [part[:first], through[first:whole], through[whole:]]
-        return _Passage(part, [piece for piece in pieces if piece.size], through[first:], first, skipped)
+        return nbytes
 
 
 class Writes(_ScratchTraffic):
@@ -264,12 +232,10 @@ class Writes(_ScratchTraffic):
 
     direction = "written"
 
-    def _transfer(self, region: Region, grains: Grains, place: Block, passage: _Passage) -> None:
-        if passage.through.size:
-            passage.load()
+    def _transfer(self, region: Region, grains: Grains, place: Block, sectors: Bytes) -> None:
         if region.sums is not None:
-            region.sums[grains.block, grains.first : grains.last] = checksums(passage.pieces, region.grain_nbytes)
-        self._files[place.file].write(passage.views, place.place, self._call_of("write", region.name, os.pwritev))
+            region.sums[grains.block, grains.first : grains.last] = checksums(sectors, region.grain_nbytes)
+        self._files[place.file].write(sectors.data, place.place, self._call_of("write", region.name, os.pwritev))
 
 
 class Reads(_ScratchTraffic):
@@ -277,12 +243,12 @@ class Reads(_ScratchTraffic):
 
     direction = "read"
 
-    def _transfer(self, region: Region, grains: Grains, place: Block, passage: _Passage) -> None:
+    def _transfer(self, region: Region, grains: Grains, place: Block, sectors: Bytes) -> None:
         file = self._files[place.file]
-        file.read(passage.views, place.place, self._call_of("read", region.name, os.preadv))
+        file.read(sectors.data, place.place, self._call_of("read", region.name, os.preadv))
         if region.sums is not None:
             due = region.sums[grains.block, grains.first : grains.last]
-            differs = due != checksums(passage.pieces, region.grain_nbytes)
+            differs = due != checksums(sectors, region.grain_nbytes)
             if differs.any():
                 wrong = grains.first + int(differs.argmax())
                 bad = region.place(Grains(grains.block, wrong, wrong + 1))
@@ -291,8 +257,6 @@ class Reads(_ScratchTraffic):
                     where=region.label,
                     fix="look for errors of the drive in the system's log, and go on from a checkpoint",
                 )
-        if passage.through.size:
-            passage.unload()
 
 
 def _next(queue: _Queue) -> tuple[Request, Grains] | None:

@@ -129,10 +129,10 @@ class _Bench:
         os.fsync(self.file.number)
 
     def write(self, thread: int, start: int, nbytes: int) -> None:
-        self.file.write([self._noise[:nbytes]], start, os.pwritev)
+        self.file.write(self._noise[:nbytes], start, os.pwritev)
 
     def read(self, thread: int, start: int, nbytes: int) -> None:
-        self.file.read([self._buffers[thread][:nbytes]], start, os.preadv)
+        self.file.read(self._buffers[thread][:nbytes], start, os.preadv)
 
     def bandwidths(self, calls: Sequence[Call], block: int, depth: int, seconds: float) -> list[float]:
         """Bytes per second of each of the calls, side by side, with `depth` threads each. One alone goes over the file

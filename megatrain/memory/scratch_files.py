@@ -190,28 +190,27 @@ class ScratchFile:
                     raise
         os.ftruncate(self.number, after)
 
-    def read(self, views: Sequence[memoryview], place: int, call: Call) -> None:
-        """Fill `views`, sector-aligned at both ends, from offset `place`, by `os.preadv`. Raises OSError."""
-        self._transfer(call, views, place, 0)
+    def read(self, view: memoryview, place: int, call: Call) -> None:
+        """Fill `view`, sector-aligned at both ends, from offset `place`, by `os.preadv`. Raises OSError."""
+        self._transfer(call, view, place, 0)
 
-    def write(self, views: Sequence[memoryview], place: int, call: Call) -> None:
-        """Write `views`, sector-aligned at both ends, to offset `place`, by `os.pwritev`. Raises OSError."""
-        self._transfer(call, views, place, self.write_flags)
+    def write(self, view: memoryview, place: int, call: Call) -> None:
+        """Write `view`, sector-aligned at both ends, to offset `place`, by `os.pwritev`. Raises OSError."""
+        self._transfer(call, view, place, self.write_flags)
 
     def close(self) -> None:
         self._file.close()
 
-    def _transfer(self, call: Call, views: Sequence[memoryview], place: int, flags: int) -> None:
-        """Transfer all of `views`, repeating partial transfers. Python itself repeats interrupted calls."""
-        wanted, start = sum(len(view) for view in views), place
-        while views:
-            moved = call(self.number, views, place, flags) // SECTOR * SECTOR
+    def _transfer(self, call: Call, view: memoryview, place: int, flags: int) -> None:
+        """Transfer all of `view`, repeating partial transfers. Python itself repeats interrupted calls."""
+        done = 0
+        while done < len(view):
+            moved = call(self.number, [view[done:]], place + done, flags) // SECTOR * SECTOR
             if moved == 0:
-                raise OSError(errno.EIO, f"{place - start:,} of {wanted:,} bytes were transferred")
-            place += moved
-            views = _behind(views, moved)
+                raise OSError(errno.EIO, f"{done:,} of {len(view):,} bytes were transferred")
+            done += moved
         if not self.direct and _FORGET is not None:
-            os.posix_fadvise(self.number, start, wanted, _FORGET)
+            os.posix_fadvise(self.number, place, len(view), _FORGET)
 
     def _goes_direct(self) -> bool:
         """Whether transfers bypass the page cache; if not, make writes synchronous if possible."""
@@ -257,13 +256,3 @@ def _nameless(folder: Path) -> IO[bytes]:
             above = next(parent for parent in folder.absolute().parents if parent.exists())
             raise DiskError("no such folder", where=str(folder), fix=f"create it in {above}, which exists") from error
         raise as_disk_error(error, "cannot be written", str(folder)) from error
-
-
-def _behind(views: Sequence[memoryview], nbytes: int) -> list[memoryview]:
-    """The rest of `views` after this many bytes."""
-    left = []
-    for view in views:
-        if nbytes < len(view):
-            left.append(view[nbytes:])
-        nbytes = max(nbytes - len(view), 0)
-    return left
