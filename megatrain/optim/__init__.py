@@ -1,15 +1,7 @@
 """Optimizers' arithmetic on numpy arrays in host memory: the split float32 master, norms, learning rates.
 
-    optimizer.py      the base class of optimizers, and its update on the host
-    adamw.py, lion.py hyperparameters and factors of a step
-    split_master.py   a float32 master as its bfloat16 bits and the 16 bits below them; the arrays of a unit's state
-    muon.py           hyperparameters, the passes before and after matrices are made orthogonal
-    clip.py           sum of squares of a gradient, and the clipping factor
-    lr_schedules.py   learning-rate schedules
-    kernels.py        argument checks, blocks, threads, and the compiled loops; the only module that imports numba
-
-bfloat16 arrays are passed as their bits, uint16. `split` exported here is the function of `split_master.py`. No
-torch, no devices, no parameter names in memory: callers pass the element ranges to update.
+bfloat16 arrays are passed as their bits, uint16. No torch, no devices, no parameter names in memory: callers pass the
+element ranges to update.
 """
 
 from megatrain.optim.adamw import AdamW, AdamWScalars
