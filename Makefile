@@ -64,7 +64,8 @@ test-cpus: venv  ## the tests as processors with fewer instructions would run th
 	done
 
 bench: venv  ## measure this machine and write the tables
-	$(BIN)/python -m bench --out $(OUT) $(ARGS)
+	$(BIN)/python -m bench.step --out $(OUT)
+	$(BIN)/python -m bench.adamw --json $(OUT)/adamw.json
 
 # A GPU machine may have no package registry, so this one uses $(PYTHON) as it stands, with whatever versions it
 # holds: a warning from a version that we did not choose is shown but is no error.
