@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatrain.checkpoint.folder import refuse_damaged_weights
-from megatrain.data.chat import ChatTemplate, choose_template
-from megatrain.data.encode import chat_prompt_ids, turn_ends
+from megatrain.data.chat import ChatTemplate, chat_prompt_ids, choose_template
+from megatrain.data.encode import turn_ends
 from megatrain.data.messages import Message
 from megatrain.data.tokenizer import load_tokenizer
 from megatrain.errors import BatchError, DataError

@@ -6,7 +6,7 @@ transformers renders the text by a chat template: the tokenizer's own, one that 
 
 A conversation is refused if the template refuses it, with the template's own message, or if the template omits part of
 it: a role that it skips, tools that it does not support. Only reasoning may be missing, since many templates drop it
-from earlier turns on purpose; such samples are counted. Not here: tokens (`encode.py`).
+from earlier turns on purpose; such samples are counted. Not here: tokens of samples (`encode.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatrain.data.assistant_turns import (
 from megatrain.data.images import as_parts
 from megatrain.data.messages import Message, Tool
 from megatrain.data.sample_formats import Sample
-from megatrain.data.tokenizer import Tokenizer, special_tokens
+from megatrain.data.tokenizer import Tokenizer, encode_with_offsets, special_tokens
 from megatrain.errors import DataError, SampleError, first_line
 from megatrain.system.paths import missing, read_text, usable_path
 
@@ -217,15 +217,17 @@ def mark_chat(sample: Sample, template: ChatTemplate, train_on: TrainOn) -> Mark
     return MarkedText(text, tuple(spans), notes)
 
 
-def prompt_text(messages: Sequence[Message], template: ChatTemplate) -> str:
-    """The text of `messages` with the generation prompt, which the model continues with its answer.
+def chat_prompt_ids(messages: Sequence[Message], template: ChatTemplate) -> list[int]:
+    """The ids of `messages` with the generation prompt, which the model continues with its answer.
 
     Raises `DataError` if the template refuses the messages.
     """
     try:
-        return _Renderer(template).prompt(messages)
+        text = _Renderer(template).prompt(messages)
     except RenderError as error:
         raise DataError(f"refuses the chat ({error})", where=f"the chat template {template.name}") from error
+    ((ids, _),) = encode_with_offsets(template.tokenizer, [text], special_tokens="read")
+    return [int(token) for token in ids]
 
 
 class _Renderer:

@@ -31,10 +31,10 @@ from megatrain.data.chat import (
     ChatTemplate,
     MarkedText,
     TrainOn,
+    chat_prompt_ids,
     choose_template,
     dates_in,
     mark_chat,
-    prompt_text,
 )
 from megatrain.data.messages import Message, Tool
 from megatrain.data.processor import ImageText, Processor
@@ -42,6 +42,7 @@ from megatrain.data.read_rows import LeftOut
 from megatrain.data.sample_formats import NOT_A_TARGET, Sample
 from megatrain.data.tokenizer import (
     Tokenizer,
+    batched,
     encode_with_offsets,
     end_of_text_id,
     leading_ids,
@@ -54,7 +55,7 @@ from megatrain.errors import DataError, SampleError
 from megatrain.formatting import counted
 
 FORMAT = 2  # part of an encoder's identity: raise it when the same sample would give other tokens or targets
-BATCH_CHARACTERS = 1 << 20  # tokenised in one call
+BATCH_CHARACTERS = 1 << 20  # about so many are tokenised in one call
 
 Offsets = npt.NDArray[np.int64]  # (tokens, 2): characters [start, stop)
 Mask = npt.NDArray[np.bool_]
@@ -110,11 +111,6 @@ class Statistics:
     cut_tokens: int = 0
     notes: Counter[str] = field(default_factory=Counter)  # remark -> samples that it is true of
 
-    @property
-    def trained_share(self) -> float:
-        """The fraction of tokens that are targets, 0 to 1."""
-        return self.trained / self.tokens if self.tokens else 0.0
-
     def merge(self, later: Statistics) -> None:
         """Add the statistics of the samples that come after these."""
         self.left_out.merge(later.left_out)
@@ -129,7 +125,7 @@ class Statistics:
         """The statistics for the user, one line per fact."""
         lines = [
             f"{counted(self.samples, 'sample')}, {counted(self.tokens, 'token')}, "
-            f"{self.trained:,} of them trained ({self.trained_share:.1%})"
+            f"{self.trained:,} of them trained ({self.trained / max(1, self.tokens):.1%})"
         ]
         if self.cut_samples:
             lines.append(f"{counted(self.cut_samples, 'sample')} cut, {counted(self.cut_tokens, 'token')} lost")
@@ -154,6 +150,12 @@ class Encoder:
         self.tokenizer, self.processor = tokenizer, processor
         self.options = options or EncodeOptions()
         self.moment = moment or datetime.now()
+        self.leading = leading_ids(tokenizer)
+        """The ids that the tokenizer puts before a text (bos)."""
+        self.special = special_tokens(tokenizer)
+        """The texts of the special tokens."""
+        self.added = np.fromiter(tokenizer.added_tokens_decoder, dtype=np.int64)
+        """Ids of the added tokens, which are matched before all others; a template's markers usually are some."""
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -162,10 +164,15 @@ class Encoder:
         return chosen if self.processor is None else replace(chosen, in_parts=True)
 
     @cached_property
+    def _template_text(self) -> Any:
+        """The Jinja text of the chat template, or the texts by name; none if the model has none."""
+        chosen = None if self.options.template == "model" else self.template.own
+        return self.tokenizer.chat_template if chosen is None else chosen
+
+    @cached_property
     def dates(self) -> list[str]:
         """What the chat template writes of `moment`; none for most templates."""
-        chosen = None if self.options.template == "model" else self.template.own
-        template = self.tokenizer.chat_template if chosen is None else chosen
+        template = self._template_text
         texts = template.values() if isinstance(template, Mapping) else [template or ""]
         return [date for text in texts for date in dates_in(text, self.moment)]
 
@@ -184,43 +191,12 @@ class Encoder:
         return end_of_text_id(self.tokenizer)
 
     @cached_property
-    def leading(self) -> list[int]:
-        """The ids that the tokenizer puts before a text (bos)."""
-        return leading_ids(self.tokenizer)
-
-    @cached_property
-    def special(self) -> list[str]:
-        """The texts of the special tokens."""
-        return special_tokens(self.tokenizer)
-
-    @cached_property
-    def added(self) -> npt.NDArray[np.int64]:
-        """Ids of the added tokens, which are matched before all others; a template's markers usually are some."""
-        return np.fromiter(self.tokenizer.added_tokens_decoder, dtype=np.int64)
-
-    @cached_property
     def identity(self) -> str:
         """A hash of everything that the tokens and targets of a sample depend on: part of the key of a cache."""
-        chosen = None if self.options.template == "model" else self.template.own
-        template = self.tokenizer.chat_template if chosen is None else chosen
         special = self.tokenizer.special_tokens_map  # templates refer to them
-        options = {**asdict(self.options), "special_tokens": "text"}
-        content = [FORMAT, tokenizer_identity(self.tokenizer), template, special, options, self.dates]
-        if options.pop("bos") and self.leading:
-            content.append(self.leading)
-        if self.processor is not None:
-            content.append(self.processor.identity)
+        content = [FORMAT, tokenizer_identity(self.tokenizer), self._template_text, special, asdict(self.options)]
+        content += [self.dates, self.leading, self.processor and self.processor.identity]
         return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-def chat_prompt_ids(messages: Sequence[Message], template: ChatTemplate) -> list[int]:
-    """The ids of `messages` with the generation prompt, which the model continues with its answer.
-
-    Raises `DataError` if the template refuses the messages.
-    """
-    text = prompt_text(messages, template)
-    ((ids, _),) = encode_with_offsets(template.tokenizer, [text], special_tokens="read")
-    return [int(token) for token in ids]
 
 
 def turn_ends(template: ChatTemplate) -> list[int]:
@@ -270,7 +246,7 @@ def encode_samples(samples: Iterable[Sample], encoder: Encoder, statistics: Stat
     `SampleError` for an unusable sample (or counts it, see `LeftOut`), and `DataError` if the tokenizer or the template
     cannot be used at all.
     """
-    for batch in batches_of(samples):
+    for batch in batched(samples, _size, BATCH_CHARACTERS):
         yield from encode_batch(batch, encoder, statistics)
 
 
@@ -287,26 +263,20 @@ def encode_batch(samples: Sequence[Sample], encoder: Encoder, statistics: Statis
     return encoded_samples
 
 
-def render_example(sample: Sample, encoder: Encoder) -> list[tuple[str, bool]]:
-    """`sample` as runs (text, whether it is trained), to show it in two colours; not truncated.
-
-    Raises `SampleError` if it is unusable.
-    """
-    if sample.ids is not None:
-        tokens = _from_ids(sample, encoder)
-        edges = [0, *(np.flatnonzero(np.diff(tokens.trained)) + 1).tolist(), len(tokens.ids)]
-        runs = [(start, stop) for start, stop in pairwise(edges) if start < stop]
-        return [(str(encoder.tokenizer.decode(tokens.ids[a:b])), bool(tokens.trained[a])) for a, b in runs]
-    if (marked := _marked(sample, encoder, Statistics())) is None:
-        return []
-    edges = [0, *(edge for span in marked.spans for edge in span), len(marked.text)]
-    return [(marked.text[a:b], bool(at % 2)) for at, (a, b) in enumerate(pairwise(edges)) if a < b]
-
-
 def try_to_render(sample: Sample, encoder: Encoder) -> list[tuple[str, bool]]:
-    """`render_example`, or an empty list if the sample is unusable or has no target."""
+    """`sample` as runs (text, whether it is trained), to show it in two colours; not truncated. Without runs if it is
+    unusable or has no target."""
     try:
-        runs = render_example(sample, encoder)
+        if sample.ids is not None:
+            tokens = _from_ids(sample, encoder)
+            edges = [0, *(np.flatnonzero(np.diff(tokens.trained)) + 1).tolist(), len(tokens.ids)]
+            spans = [(start, stop) for start, stop in pairwise(edges) if start < stop]
+            runs = [(str(encoder.tokenizer.decode(tokens.ids[a:b])), bool(tokens.trained[a])) for a, b in spans]
+        elif (marked := _marked(sample, encoder, Statistics())) is not None:
+            edges = [0, *(edge for span in marked.spans for edge in span), len(marked.text)]
+            runs = [(marked.text[a:b], bool(at % 2)) for at, (a, b) in enumerate(pairwise(edges)) if a < b]
+        else:
+            return []
     except (SampleError, IndexError, ValueError):
         return []
     return runs if any(trained for _, trained in runs) else []
@@ -463,24 +433,10 @@ def _truncated(
     return EncodedSample(tokens.ids[:limit].astype(np.int32), trained, sample.origin, sample.answer, tokens.images)
 
 
-def batches_of(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
-    """The samples, in order, in batches of about `BATCH_CHARACTERS`."""
-    batch: list[Sample] = []
-    characters = 0
-    for sample in samples:
-        batch.append(sample)
-        characters += 100 + _size(sample)
-        if characters >= BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
 def _size(sample: Sample) -> int:
-    """Roughly the number of characters of a sample, or of its ids."""
+    """Roughly the number of characters of a sample, or of its ids, and something for the sample itself."""
     if sample.ids is not None:
-        return len(sample.ids)
+        return 100 + len(sample.ids)
     said = sum(len(message.get("content", "")) + len(str(message.get("tool_calls", ""))) for message in sample.messages)
     pictures = sum(len(image.data or b"") for image in sample.images)
-    return said + len(sample.prompt) + len(sample.text or "") + len(str(sample.tools)) + pictures
+    return 100 + said + len(sample.prompt) + len(sample.text or "") + len(str(sample.tools)) + pictures

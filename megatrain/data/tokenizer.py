@@ -16,10 +16,10 @@ import difflib
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
+Item = TypeVar("Item")
 
 END_OF_TEXT = "<|endoftext|>"
 SENTENCEPIECE_MODEL = "tokenizer.model"
@@ -76,6 +77,19 @@ def refuse_absent_tokenizer(name: str, known: Iterable[str] = ()) -> None:
     """Raise `DataError` for a name that `load_tokenizer` would not find, with similar names, also among `known`."""
     if name != "bytes" and _local_folder(name) is None and not hub_client.is_cached(name, CACHED):
         _require_reachable(name, known)
+
+
+def batched(items: Iterable[Item], size: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
+    """The items, in order, in batches that end as their sizes reach `most` together."""
+    batch, total = list[Item](), 0
+    for item in items:
+        batch.append(item)
+        total += size(item)
+        if total >= most:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> TokenArray:
@@ -266,7 +280,7 @@ def _is_byte_level(tokenizer: Tokenizer) -> bool:
 
 
 def _from_pretrained(name: str, *, local: bool) -> Tokenizer:
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     fix = "name `bytes`, a folder that `save_pretrained` wrote, or a model on the Hugging Face hub"
     try:
@@ -277,7 +291,11 @@ def _from_pretrained(name: str, *, local: bool) -> Tokenizer:
     if tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():
         raise DataError("holds no tokenizer, or an empty one", where=name, fix=fix)
     _refuse_other_pieces(tokenizer, name)
-    return tokenizer if _has_rules_of_its_file(tokenizer, name) else _with_rules_of_its_file(tokenizer, name)
+    if _has_rules_of_its_file(tokenizer, name):
+        return tokenizer
+    kept = {field: getattr(tokenizer, field) for field in ("padding_side", "truncation_side", "model_input_names")}
+    of_file: Tokenizer = PreTrainedTokenizerFast.from_pretrained(name, local_files_only=True, **kept)
+    return of_file  # all else is as its class and tokenizer_config.json say
 
 
 PROBE = " A  b\t'll I'M the1234567 x=Yy9;\r\n\n  é e\u0301 ﬁ Ⅳ ½ 漢字かな🎉\u00a0… don\u2019t </s>  \n "
@@ -340,15 +358,6 @@ def _encoded(rules: tokenizers.Tokenizer, text: str) -> tuple[list[str], list[in
         return pieces, rules.encode(text, add_special_tokens=False).ids
     except Exception:  # a vocabulary of some words, without a token for all others
         return pieces, []
-
-
-def _with_rules_of_its_file(tokenizer: Tokenizer, name: str) -> Tokenizer:
-    """The tokenizer with the rules of its tokenizer.json, and all else as its class and tokenizer_config.json say."""
-    from transformers import PreTrainedTokenizerFast
-
-    kept = {field: getattr(tokenizer, field) for field in ("padding_side", "truncation_side", "model_input_names")}
-    of_file: Tokenizer = PreTrainedTokenizerFast.from_pretrained(name, local_files_only=True, **kept)
-    return of_file
 
 
 def _require_reachable(name: str, known: Iterable[str] = ()) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.data.encode import EncodedSample, EncodeOptions, Encoder, Statistics, encode_samples, render_example
+from megatrain.data.encode import EncodedSample, EncodeOptions, Encoder, Statistics, encode_samples, try_to_render
 from megatrain.data.read_rows import LeftOut
 from megatrain.data.sample_formats import Sample
 from megatrain.data.tokenizer import END_OF_TEXT, load_tokenizer
@@ -203,16 +203,16 @@ SPOKEN = st.text(alphabet="aé🎉 \n", max_size=5)
 @given(st.lists(st.tuples(SPOKEN, SPOKEN), min_size=1, max_size=3))
 def test_a_rendered_example_is_split_into_trained_and_context_runs(pairs: list[tuple[str, str]]) -> None:
     sample = chat(*(message for said, reply in pairs for message in (user(said), assistant(reply))))
-    runs = render_example(sample, Encoder(CHATML))
+    runs = try_to_render(sample, Encoder(CHATML))
     assert "".join(text for text, _ in runs) == CHATML.apply_chat_template(list(sample.messages), tokenize=False)
     assert [text for text, trained in runs if trained] == [reply + "<|im_end|>" for _, reply in pairs]
 
 
 def test_every_kind_of_example_is_rendered() -> None:
     encoder = Encoder(BYTES)
-    assert render_example(Sample("x", prompt="é", text="ö"), encoder) == [("é", False), ("ö", True)]
+    assert try_to_render(Sample("x", prompt="é", text="ö"), encoder) == [("é", False), ("ö", True)]
     ids = Sample("x", ids=np.array([97, 98, 99]), trained=np.array([False, True, True]))
-    assert render_example(ids, encoder) == [("a", False), ("bc", True)]
+    assert try_to_render(ids, encoder) == [("a", False), ("bc", True)]
 
 
 def test_a_model_without_a_template_is_refused_at_the_first_chat_only() -> None:
