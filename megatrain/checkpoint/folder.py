@@ -22,7 +22,7 @@ from megatrain.checkpoint.manifest import (
 )
 from megatrain.checkpoint.peer_checkpoints import PeerCheckpoint, peer_checkpoint
 from megatrain.checkpoint.run_state import TRAINING
-from megatrain.errors import CheckpointError, ConfigError, DamagedCheckpoint, ModelError
+from megatrain.errors import CheckpointError, DamagedCheckpoint, ModelError
 from megatrain.system.atomic import finish_vanishing, vanish
 from megatrain.system.paths import missing, usable_path
 
@@ -34,14 +34,6 @@ class Retention:
     keep_last: int = 3
     keep_every: int | None = None
     keep_best: int = 0
-
-    def __post_init__(self) -> None:
-        if self.keep_last < 1 or self.keep_best < 0 or (self.keep_every is not None and self.keep_every < 1):
-            raise ConfigError(
-                f"{self.keep_last}, {self.keep_every} and {self.keep_best} cannot be kept",
-                where="keep_last, keep_every and keep_best",
-                fix="keep at least the last one, and no negative number",
-            )
 
     def is_regular(self, step: int) -> bool:
         """Whether the checkpoint of a step is always kept."""
@@ -70,7 +62,7 @@ def open_checkpoint(folder: str | Path, check: Check = full_check) -> Checkpoint
     if damages := check(folder := named.resolve()):
         if inside := _inside(folder):
             raise DamagedCheckpoint("holds checkpoints, but is not one", where=str(folder), fix=f"name {inside[0]}")
-        if (folder / "config.json").exists() and not any((folder / name).exists() for name in (MANIFEST, TRAINING)):
+        if (folder / "config.json").exists() and not ours:
             fix = "train it as a new model, by Engine.from_pretrained or model.path"
             raise DamagedCheckpoint("is a model without a state of training", where=str(folder), fix=fix)
         more = f" (and {len(damages) - 1:,} more)" if len(damages) > 1 else ""

@@ -74,21 +74,6 @@ class Loader:
         self.sources: list[Batching] = list(rows) if isinstance(rows, Sequence) else [rows]
         alone = len(self.sources) == 1
         self.weights = [1.0 if alone else float(len(one)) for one in self.sources] if weights is None else list(weights)
-        if micro_batch < 1 or micro_batches < 1:
-            what = f"a step of {micro_batches} micro-batches of {micro_batch} rows"
-            raise DataError(what, fix="both must be 1 or more")
-        if not 0 <= seed < 1 << 63:
-            raise DataError(f"a data seed of {seed}", fix="use 0 or more, below 2**63")
-        if not 0 <= rank < ranks:
-            raise DataError(f"rank {rank} of {ranks}", fix="ranks count from 0")
-        if targets is None and micro_batches < ranks:
-            what = f"a step of {micro_batches} micro-batches for {ranks} ranks, each of which needs one"
-            raise DataError(what, fix="start fewer ranks, or give more or smaller micro-batches")
-        if len(self.weights) != len(self.sources) or not all(0 < weight < float("inf") for weight in self.weights):
-            what = f"weights {self.weights} for {len(self.sources)} sources"
-            raise DataError(what, fix="give each source a weight above 0")
-        if targets is not None and targets < 1:
-            raise DataError(f"{targets} target tokens a step", fix="use 1 or more")
         self.micro_batch, self.micro_batches = micro_batch, micro_batches
         self.seed, self.targets, self.rank, self.ranks = seed, targets, rank, ranks
         self.positions = [0] * len(self.sources)  # rows returned from each source so far
@@ -256,8 +241,6 @@ class Loader:
 
 def evaluation_batches(rows: Batching, micro_batch: int, limit: int | None = None) -> Iterator[Batch]:
     """Batches of the first `limit` rows (None: all), unshuffled; the last one may be smaller."""
-    if micro_batch < 1:
-        raise DataError(f"a micro-batch of {micro_batch} rows", fix="use 1 or more")
     stop = len(rows) if limit is None else min(limit, len(rows))
     for start in range(0, stop, micro_batch):
         yield batch_of([rows.row(row) for row in range(start, min(start + micro_batch, stop))])

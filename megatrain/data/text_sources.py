@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,11 @@ from megatrain.data.token_files import (
     TokenFile,
     is_token_file,
     open_tokens,
-    require_ids_below,
     write_tokens,
 )
 from megatrain.data.tokenizer import (
     Tokenizer,
+    batched,
     encode_texts,
     end_of_text_id,
     leading_ids,
@@ -68,15 +69,13 @@ def prepare_tokens(
     listing = [(str(file.path), file.nbytes, file.mtime_ns, file.named) for file in files]
     key = json.dumps([FORMAT, tokenizer_identity(tokenizer), listing, leading, bad])
     path = cache / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.bin"
-    if _is_written(path):
-        return open_tokens(path)
-    with alone(path):
+    with alone(path) if not _is_written(path) else nullcontext():
         if _is_written(path):
             return open_tokens(path)
-        left_out, details = LeftOut(bad), {"sources": list(names)}
+        left_out, details = LeftOut(bad), dict[str, Any](sources=list(names))
         rows = (row for name in names for row in read_texts(name, left_out, pattern))
-        arrays = _token_arrays(_usable(rows, left_out), tokenizer, leading, details)
-        return write_tokens(path, _until_counted(arrays, names, left_out, details), vocabulary_size(tokenizer), details)
+        arrays = _token_arrays(_usable(rows, left_out), left_out, tokenizer, leading, details)
+        return write_tokens(path, arrays, vocabulary_size(tokenizer), details)
 
 
 def describe_tokens(file: TokenFile) -> list[str]:
@@ -111,42 +110,22 @@ def _usable(rows: Iterable[SourceRow], left_out: LeftOut) -> Iterator[SourceRow]
 
 
 def _token_arrays(
-    rows: Iterable[SourceRow], tokenizer: Tokenizer, leading: list[int], details: dict[str, Any]
+    rows: Iterable[SourceRow], left_out: LeftOut, tokenizer: Tokenizer, leading: list[int], details: dict[str, Any]
 ) -> Iterator[TokenArray]:
-    """The ids of all documents, each begun by `leading` and ended by an end-of-text token; `details` gets their
-    number."""
+    """The ids of all documents, each begun by `leading` and ended by an end-of-text token; at their end `details` has
+    their number and what was left out. Raises `DataError` if there is no text."""
     begin, end = np.array(leading, np.int64), np.array([end_of_text_id(tokenizer)], dtype=np.int64)
     details["documents"] = 0
-    for batch in _batches(rows):
+    for batch in batched(rows, lambda row: len(row.fields["text"]), BATCH_CHARACTERS):
         parts: list[TokenArray] = []
         for row, ids in zip(batch, encode_texts(tokenizer, [row.fields["text"] for row in batch]), strict=True):
             parts += [*([begin] if row.begins and leading else []), ids, *([end] if row.ends else [])]
             details["documents"] += row.ends
         yield np.concatenate(parts)
-
-
-def _until_counted(
-    arrays: Iterator[TokenArray], names: Sequence[str], left_out: LeftOut, details: dict[str, Any]
-) -> Iterator[TokenArray]:
-    """The arrays; at their end `details` gets what was left out. Raises `DataError` if there is no text."""
-    yield from arrays
     details["left_out"] = left_out.lines()
     if not details["documents"]:
         what = f"no text (left out: {'; '.join(left_out.lines()) or 'nothing'})"
-        raise DataError(what, where=", ".join(names), fix="name a source with text")
-
-
-def _batches(rows: Iterable[SourceRow]) -> Iterator[list[SourceRow]]:
-    batch: list[SourceRow] = []
-    characters = 0
-    for row in rows:
-        batch.append(row)
-        characters += len(row.fields["text"])
-        if characters >= BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
+        raise DataError(what, where=", ".join(details["sources"]), fix="name a source with text")
 
 
 # From a token file to windows -----------------------------------------------------------------------------------------
@@ -162,30 +141,18 @@ class Windows:
 
     file: TokenFile
     window: int  # tokens
-    vocab_size: int
     first: int
     count: int
 
     def __len__(self) -> int:
         return self.count
 
-    def read(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Windows `indices` as a new array (len(indices), window).
-
-        Raises `DataError` for an id outside the vocabulary, with its position in the file, and `IndexError`.
-        """
-        batch = np.empty((len(indices), self.window), dtype=np.int64)
-        for row, index in zip(batch, indices, strict=True):
-            if not 0 <= index < self.count:
-                raise IndexError(f"window {index} of {self.count}")
-            start = (self.first + int(index)) * self.window
-            row[:] = self.file.ids[start : start + self.window]
-            require_ids_below(row, self.vocab_size, start, self.file.path)
-        return batch
-
     def row(self, index: int) -> TrainingRow:
         """Window `index`, with every token as a target."""
-        (ids,) = self.read(np.array([index]))
+        if not 0 <= index < self.count:
+            raise IndexError(f"window {index} of {self.count}")
+        start = (self.first + index) * self.window
+        ids = self.file.ids[start : start + self.window].astype(np.int64)
         return TrainingRow(ids, ids)
 
     def order(self, seed: int, epoch: int) -> npt.NDArray[np.int64]:
@@ -210,13 +177,11 @@ def pack(file: TokenFile, *, window: int, vocab_size: int) -> Windows:
     found before training. Raises `DataError` if the file is shorter than a window, or has an id outside the model's
     vocabulary.
     """
-    if window < 2:
-        raise DataError(f"a window of {window} tokens holds nothing to predict", fix="use 2 tokens or more")
     if len(file) < window:
         fix = f"set data.sequence_length={len(file)} or less, or give more text"
         raise DataError(f"{len(file)} tokens are less than one window of {window}", where=str(file.path), fix=fix)
     file.require_ids_below(vocab_size)
-    return Windows(file, window, vocab_size, first=0, count=len(file) // window)
+    return Windows(file, window, first=0, count=len(file) // window)
 
 
 def unused_tokens(windows: Windows) -> int:
@@ -230,8 +195,6 @@ def split_windows(windows: Windows, validation_fraction: float) -> tuple[Windows
     At most one document is in both parts. A fraction of 0 gives None for validation. Raises `DataError` if no window
     would be left to train on.
     """
-    if not 0 <= validation_fraction < 1:
-        raise DataError(f"a validation fraction of {validation_fraction}", fix="use 0 or more and less than 1")
     if validation_fraction == 0:
         return windows, None
     held_out = max(1, round(windows.count * validation_fraction))

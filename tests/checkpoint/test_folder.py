@@ -21,7 +21,7 @@ from megatrain.checkpoint.folder import Retention, newest_sound, open_checkpoint
 from megatrain.checkpoint.listing import checkpoints, step_of
 from megatrain.checkpoint.manifest import full_check, quick_check
 from megatrain.checkpoint.save import PlannedCheckpoint
-from megatrain.errors import CheckpointError, ConfigError
+from megatrain.errors import CheckpointError
 from megatrain.system.atomic import put_all_right
 from tests.killed import die, killed
 from tests.saved import bits, expected, loaded, ported, save
@@ -110,12 +110,6 @@ def test_retention_keeps_the_expected_checkpoints(
     chosen = sorted(scored, key=lambda step: (scored[step], -step))[:best]
     assert kept >= set(chosen)
     assert len(kept) <= last + best + len([step for step in scores if every and step % every == 0])
-
-
-@pytest.mark.parametrize("wrong", [{"keep_last": 0}, {"keep_every": 0}, {"keep_best": -1}])
-def test_retention_of_zero_checkpoints_is_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="keep at least the last one"):
-        Retention(**wrong)
 
 
 def test_retention_keeps_last_periodic_and_best(planned: PlannedCheckpoint, tmp_path: Path) -> None:

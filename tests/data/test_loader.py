@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megatrain.data.loader import Loader, evaluation_batches
 from megatrain.data.packing import epoch_order
 from megatrain.data.text_sources import Windows, pack, split_windows
-from megatrain.data.token_files import open_tokens, write_tokens
+from megatrain.data.token_files import write_tokens
 from megatrain.errors import DataError
 
 WINDOW = 4
@@ -129,19 +129,14 @@ def test_other_text_of_the_same_length_is_another_dataset(folder: Path) -> None:
         changed.load_state_dict(state)
 
 
-def test_a_failed_read_does_not_advance_the_position(folder: Path) -> None:
-    np.array([1, 2, 3, 9], dtype="<u2").tofile(folder / "y.bin")
-    (folder / "y.json").write_text('{"dtype": "uint16", "vocab_size": 5}')
-    loader = Loader(pack(open_tokens(folder / "y.bin"), window=2, vocab_size=5), micro_batch=2, micro_batches=1, seed=0)
-    with pytest.raises(DataError, match="token id 9 at position 3"):
+def test_a_failed_read_does_not_advance_the_position(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = Loader(windows_of(folder, 3), micro_batch=2, micro_batches=1, seed=0)
+    with monkeypatch.context() as patch, pytest.raises(TypeError):
+        patch.setattr(Windows, "row", None)
         next(loader)
     assert loader.position == 0
-
-
-@pytest.mark.parametrize("wrong", [{"micro_batch": 0}, {"micro_batches": 0}, {"seed": -1}, {"seed": 1 << 63}])
-def test_impossible_arguments_are_refused(folder: Path, wrong: dict[str, int]) -> None:
-    with pytest.raises(DataError, match="; "):
-        Loader(windows_of(folder, 3), **{"micro_batch": 1, "micro_batches": 1, "seed": 0, **wrong})
+    next(loader)
+    assert loader.position == 2
 
 
 @given(count=st.integers(2, 20), size=st.integers(1, 6), limit=st.none() | st.integers(0, 30))
@@ -152,11 +147,6 @@ def test_evaluation_takes_the_first_windows_in_order(folder: Path, count: int, s
     found = [row // WINDOW for batch in batches for row in batch["labels"][:, 0].tolist()]
     assert found == list(range(count, 2 * count))[:limit]
     assert all(len(batch["input_ids"]) == size for batch in batches[:-1])
-
-
-def test_evaluation_needs_a_micro_batch(folder: Path) -> None:
-    with pytest.raises(DataError, match="micro-batch of 0"):
-        next(evaluation_batches(windows_of(folder, 3), 0))
 
 
 @given(
