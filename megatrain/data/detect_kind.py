@@ -73,8 +73,7 @@ def source_called(
     `data/dataset_info.json#alpaca`, which overrides the other arguments."""
     entry = _entry_of(name)
     if entry is not None:
-        (source,) = read_dataset_info(entry[0], [entry[1]])
-        return source
+        return read_dataset_info(*entry)
     return Source(name, schema, split=split, subset=subset, pattern=pattern)
 
 

@@ -332,7 +332,7 @@ def _encoded(
 
     def samples() -> Iterator[Sample]:
         nonlocal text_only, chats, rows
-        for sample in read_samples([source], statistics.left_out):
+        for sample in read_samples(source, statistics.left_out):
             rows += sample.answer not in SECOND  # of the two samples of a row
             if rows % TOLD_ROWS == 0:
                 tell(rows)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,23 +62,21 @@ class Source:
         return usable_path(self.name, error=DataError).exists()
 
 
-def read_samples(sources: Sequence[Source], left_out: LeftOut) -> Iterator[Sample]:
-    """The samples of `sources`, one source after another.
+def read_samples(source: Source, left_out: LeftOut) -> Iterator[Sample]:
+    """The samples of `source`.
 
     Raises `DataError` for a source that is missing, unreadable or malformed, if a column `label` turns out to mark
     answers as good or bad (see `LabelCheck`), and if there is no sample. A single unusable sample goes to `left_out`.
     """
-    has_samples = False
-    for source in sources:
-        labels = LabelCheck()
-        for sample in with_mismatched(_read_source(source, left_out, labels), source.name):
-            has_samples = True
-            yield sample
-        labels.refuse_labels()
+    has_samples, labels = False, LabelCheck()
+    for sample in with_mismatched(_read_source(source, left_out, labels), source.name):
+        has_samples = True
+        yield sample
+    labels.refuse_labels()
     if not has_samples:
         reasons = "; ".join(left_out.lines()) or "they are empty"
-        where = ", ".join(source.name for source in sources)
-        raise DataError(f"no sample (left out: {reasons})", where=where, fix="name a source with samples in it")
+        what, fix = f"no sample (left out: {reasons})", "name a source with samples in it"
+        raise DataError(what, where=source.name, fix=fix)
 
 
 def _read_source(source: Source, left_out: LeftOut, labels: LabelCheck) -> Iterator[Sample]:
@@ -140,8 +138,8 @@ def _read_row(row: SourceRow, schema: Schema, asked: Schema) -> tuple[Sample, ..
 # LLaMA-Factory's lists of data sets -----------------------------------------------------------------------------------
 
 
-def read_dataset_info(path: str | Path, names: Sequence[str]) -> list[Source]:
-    """The sources that entries `names` of the file `path` describe; their files are relative to its folder.
+def read_dataset_info(path: str | Path, name: str) -> Source:
+    """The source that entry `name` of the file `path` describes; its files are relative to that folder.
 
     Raises `DataError` for an entry that does not exist, is malformed, or asks for something unsupported.
     """
@@ -158,17 +156,14 @@ def read_dataset_info(path: str | Path, names: Sequence[str]) -> list[Source]:
         raise DataError(f"not JSON ({error})", where=str(path), fix="correct the file") from error
     if not isinstance(entries, dict):
         raise DataError(f"{type(entries).__name__} instead of an object that describes data sets", where=str(path))
-    sources = []
-    for name in names:
-        entry, where = entries.get(name), f"{path}#{name}"
-        if entry is None:
-            nearest = difflib.get_close_matches(name, entries, n=1)
-            fix = f"did you mean {nearest[0]!r}?" if nearest else f"it has {', '.join(entries) or 'none'}"
-            raise DataError("no data set of that name", where=where, fix=fix)
-        if not isinstance(entry, dict):
-            raise DataError(f"{type(entry).__name__} instead of an object that describes a data set", where=where)
-        sources.append(_source(entry, path.parent, where))
-    return sources
+    entry, where = entries.get(name), f"{path}#{name}"
+    if entry is None:
+        nearest = difflib.get_close_matches(name, entries, n=1)
+        fix = f"did you mean {nearest[0]!r}?" if nearest else f"it has {', '.join(entries) or 'none'}"
+        raise DataError("no data set of that name", where=where, fix=fix)
+    if not isinstance(entry, dict):
+        raise DataError(f"{type(entry).__name__} instead of an object that describes a data set", where=where)
+    return _source(entry, path.parent, where)
 
 
 def _source(entry: Mapping[str, Any], folder: Path, where: str) -> Source:

@@ -30,7 +30,7 @@ def lines(path: Path, *rows: object) -> Path:
 
 def counts(source: Source, bad: str = "leave_out") -> tuple[int, dict[str, int]]:
     left_out = LeftOut("leave_out" if bad == "leave_out" else "stop")
-    return sum(1 for _ in read_samples([source], left_out)), dict(left_out.counts)
+    return sum(1 for _ in read_samples(source, left_out)), dict(left_out.counts)
 
 
 @pytest.mark.parametrize("name", ["data/train.parquet", "data.json", "data.jsonl", "DATA.JSON"])
@@ -98,7 +98,7 @@ def test_user_field_names_are_used_for_detection(tmp_path: Path) -> None:
     path = str(lines(tmp_path / "b.jsonl", {"content": "yes", "text": "no"}))
     schema = Schema("text", {"text": "content"})
     assert holds_samples(path, schema)  # if the name of the field is given
-    assert [sample.text for sample in read_samples([source_called(path, schema)], LeftOut())] == ["yes"]
+    assert [sample.text for sample in read_samples(source_called(path, schema), LeftOut())] == ["yes"]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "co
 def read(*names: str | Path | Source, bad: Any = "stop") -> tuple[list[Sample], LeftOut]:
     left_out = LeftOut(bad)
     sources = [name if isinstance(name, Source) else Source(str(name)) for name in names]
-    return list(read_samples(sources, left_out)), left_out
+    return [sample for source in sources for sample in read_samples(source, left_out)], left_out
 
 
 def refused(*names: str | Path | Source) -> str:
@@ -234,11 +234,6 @@ def test_a_folder_is_read_in_order_and_skipped_files_are_counted(tmp_path: Path)
     assert f"1 file of another kind (first: {tmp_path}/picture.png)" in left_out.lines()
 
 
-def test_a_file_named_twice_counts_twice(tmp_path: Path) -> None:
-    path = lines(tmp_path / "a.jsonl", *ROWS)
-    assert len(read(path, path)[0]) == 6
-
-
 @pytest.mark.parametrize(
     ("name", "content", "where", "what"),
     [
@@ -396,7 +391,7 @@ def test_llama_factory_dataset_info_is_read(tmp_path: Path) -> None:
     lines(tmp_path / "renamed.jsonl", row, row)
     lines(tmp_path / "shared.jsonl", {"dialog": [{"role": "U", "content": "q"}, {"role": "A", "content": "a"}]})
     lines(tmp_path / "books.jsonl", {"words": "w"})
-    samples, left_out = read(*read_dataset_info(path, ["plain", "renamed", "shared", "books"]))
+    samples, left_out = read(*(read_dataset_info(path, name) for name in ("plain", "renamed", "shared", "books")))
     assert [[message["content"] for message in sample.messages] for sample in samples[:3]] == [
         ["q\ni", "a"],
         ["s", "x", "y", "q", "a"],
@@ -404,10 +399,9 @@ def test_llama_factory_dataset_info_is_read(tmp_path: Path) -> None:
     ]
     assert samples[3].text == "w"
     assert left_out.counts == {"beyond the first 1": 1}
-    assert read_dataset_info(path, ["remote"]) == [
-        Source("organisation/data", Schema("alpaca"), split="test", subset="en", folder="v2")
-    ]
-    (ranked,) = read_dataset_info(path, ["ranked"])
+    remote = Source("organisation/data", Schema("alpaca"), split="test", subset="en", folder="v2")
+    assert read_dataset_info(path, "remote") == remote
+    ranked = read_dataset_info(path, "ranked")
     columns = {"instruction": "instruction", "input": "input", "chosen": "good", "rejected": "bad"}
     assert ranked.schema == Schema("preference", columns, {})
 
@@ -426,7 +420,7 @@ def test_unsupported_dataset_info_entries_are_refused(tmp_path: Path, name: str,
     path = tmp_path / "dataset_info.json"
     path.write_text(json.dumps(INFO))
     with pytest.raises(DataError) as caught:
-        read_dataset_info(path, [name])
+        read_dataset_info(path, name)
     assert str(caught.value).startswith(f"{path}#{name}: {what}")
     for named in (tmp_path, path):
         assert f"a list of data sets; one of them must be named; name one of them, {path}#plain say" in refused(named)
