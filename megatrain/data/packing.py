@@ -178,7 +178,7 @@ class PackedRows:
 
     @cached_property
     def _bins(self) -> tuple[Indices, Indices]:
-        members, starts = best_fit(self.file.lengths[self.chosen].astype(np.int64), self.window, self.seed)
+        members, starts = best_fit(self.file.lengths[self.chosen], self.window, self.seed)
         return self.chosen[members], starts
 
     def __len__(self) -> int:
@@ -201,7 +201,12 @@ class PackedRows:
 
     def row(self, index: int) -> TrainingRow:
         """TrainingRow `index` with the tokens of its samples one after another, each with positions from 0 on."""
-        return packed_row([self.file.sample(int(number)) for number in self.members(index)])
+        samples = [self.file.sample(int(number)) for number in self.members(index)]
+        return TrainingRow(
+            np.concatenate([ids for ids, _ in samples]),
+            np.concatenate([_labels(ids, trained) for ids, trained in samples]),
+            np.concatenate([np.arange(len(ids)) for ids, _ in samples]),
+        )
 
     def order(self, seed: int, epoch: int) -> Indices:
         """A random permutation."""
@@ -259,7 +264,7 @@ class SampleRows:
     def order(self, seed: int, epoch: int) -> Indices:
         """See `grouped_order`. The length of a pair is that of its longer sample."""
         size = self.group_size
-        longest = self.file.lengths.astype(np.int64).reshape(-1, size).max(axis=1)[self.chosen]
+        longest = self.file.lengths.reshape(-1, size).max(axis=1)[self.chosen]
         order = grouped_order(seed, epoch, longest, max(1, self.micro_batch // size))
         return (size * order[:, None] + np.arange(size)).ravel()
 
@@ -275,7 +280,7 @@ class SampleRows:
     @property
     def efficiency(self) -> float:
         """The fraction of the tokens of an epoch's micro-batches that are not padding, 0 to 1."""
-        lengths = self.file.lengths.astype(np.int64)[self._samples(self.order(0, 0))]
+        lengths = self.file.lengths[self._samples(self.order(0, 0))]
         parts = np.split(lengths, range(self.micro_batch, len(lengths), self.micro_batch))
         return float(lengths.sum() / sum(_padded(int(part.max())) * len(part) for part in parts))
 
@@ -284,15 +289,6 @@ class SampleRows:
         """The samples, and the micro-batch size, which their order depends on."""
         packing = "grouped" if self.group_size == 1 else "pairs"
         return {**_identity(self.file, self.chosen), "packing": packing, "together": self.micro_batch}
-
-
-def packed_row(samples: Sequence[tuple[Indices, npt.NDArray[np.bool_]]]) -> TrainingRow:
-    """One row of several samples (ids, mask of targets), each with positions from 0 on."""
-    return TrainingRow(
-        np.concatenate([ids for ids, _ in samples]),
-        np.concatenate([_labels(ids, trained) for ids, trained in samples]),
-        np.concatenate([np.arange(len(ids)) for ids, _ in samples]),
-    )
 
 
 def split_samples(file: SampleFile, validation_fraction: float, group_size: int = 1) -> tuple[Indices, Indices, int]:

@@ -1,25 +1,25 @@
 """Caches encoded samples in memory-mapped files, under a key that hashes their content and how they are encoded.
 
-A sample file is six files of one name, or eight:
+A sample file is three files of one name: a token file (`.bin` and `.json`, see `token_files.py`) with the ids of all
+samples, one after another, and a table in Arrow's format (`.arrow`) with a row for each sample:
 
-    .bin, .json     the ids of all samples, one after another, as a token file (`token_files.py`)
-    .lengths        two uint32 per sample: its numbers of tokens and of targets
-    .trained        one bit per token: whether it is a target; each sample starts at a byte
-    .hashes         64 bits per sample: a hash of its ids, to find copies; 0 for a mismatched answer
-    .marks          one byte per sample: 1 for an answer labelled desirable
+    trained         whether each token is a target
+    targets         how many are
+    hash            a hash of its ids, to find copies; 0 for a mismatched answer
+    good            whether it is an answer labelled desirable
 
 and if samples may have images
 
-    .images         per sample, as JSON, its text before the processor and where its images are: their paths, or where
-                    their encoded bytes follow
-    .places         where each sample begins in `.images`, and the end: uint64
+    text, place     its text before the processor, and the place of its row
+    paths, sizes    where its images are, and their sizes as files; an image in no file has an empty path
+    data            the encoded bytes of those
 
 The `.json` is written last, so files that a crash leaves are not taken for a sample file. Samples are written as they
 are encoded, and none is kept in memory.
 
 The cache key hashes everything that the samples depend on: every byte of a local source (the commit of one on the hub),
 how its fields are read, and the encoder's identity. So a file that is moved or touched is not encoded again, and a
-changed byte is never overlooked. Hashing takes about a hundredth of the time of encoding. The statistics and an example
+changed byte is never overlooked. Hashing takes about a hundredth of the time of encoding. What to report and an example
 are stored too, so a run that starts from the cache reports the same. Old entries are not removed.
 """
 
@@ -27,13 +27,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import uuid
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -50,69 +48,53 @@ from megatrain.data.sample_formats import Sample
 from megatrain.data.sample_sources import Source, read_samples
 from megatrain.data.token_files import TokenArray, TokenFile, open_tokens, write_tokens
 from megatrain.errors import DataError
+from megatrain.system.atomic import sync
 from megatrain.system.locks import alone
-from megatrain.system.paths import usable_path
+from megatrain.system.paths import usable_path, written_whole
 
-PARTS = (LENGTHS, TRAINED, HASHES, MARKS) = ".lengths", ".trained", ".hashes", ".marks"
-COUNTED = 4096
-"""Samples whose tokens are counted at a time."""
+TABLE = ".arrow"
+WRITTEN_ROWS = 256
+"""Rows of the table that are written at a time."""
 TOLD_ROWS = 256
 """Rows between two calls of a progress function."""
-IMAGE_PARTS = (IMAGES, PLACES) = ".images", ".places"
 
 
 @dataclass(frozen=True, eq=False)
 class SampleFile:
-    """An open sample file. Arrays are memory maps of shape (samples,), except `bits`, the bytes of `.trained`."""
+    """An open sample file. table: a `pyarrow.Table`. The arrays are its columns, of shape (samples,)."""
 
     tokens: TokenFile
-    lengths: npt.NDArray[np.uint32]
-    targets: npt.NDArray[np.uint32]
-    bits: npt.NDArray[np.uint8]
+    table: Any
+    lengths: npt.NDArray[np.int64]
+    targets: npt.NDArray[np.int64]
     hashes: npt.NDArray[np.uint64]
-    marks: npt.NDArray[np.uint8]
-    images: npt.NDArray[np.uint8] | None = None
-    places: npt.NDArray[np.uint64] | None = None
+    marks: npt.NDArray[np.bool_]
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def sample(self, number: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """(ids, mask of targets) of sample `number`, counted from 0."""
-        size = int(self.lengths[number])
-        first, byte = int(self._starts[number]), int(self._bytes[number])
-        trained = np.unpackbits(self.bits[byte : byte + -(-size // 8)], count=size).astype(np.bool_)
-        return self.tokens.ids[first : first + size].astype(np.int64), trained
+        first = int(self._starts[number])
+        trained = self.table["trained"][number].values.to_numpy(zero_copy_only=False)
+        return self.tokens.ids[first : first + len(trained)].astype(np.int64), trained
 
     def image_text(self, number: int) -> ImageText | None:
         """The text and the images of sample `number`; None if samples have none."""
-        if self.images is None:
+        if "text" not in self.table.column_names:
             return None
-        fields, data = self._image_record(number)
-        images, at = list[Image](), 0
-        for path, size in fields["images"]:
-            images.append(Image(fields["place"], path, None if path else data[at : at + size].tobytes()))
-            at += 0 if path else size
-        return ImageText(fields["text"], tuple(images), fields["place"])
+        text, place, paths, images = (self.table[name][number].as_py() for name in ("text", "place", "paths", "data"))
+        return ImageText(text, tuple(map(partial(Image, place), paths, images)), place)
 
     def require_images(self) -> None:
         """Raise `DataError` for a file of an image that is missing, or has another size than when it was encoded."""
-        for number in range(0 if self.places is None else len(self)):
-            fields, _ = self._image_record(number)
-            for path, size in fields["images"]:
-                image = Image(fields["place"], path)
-                if path and image.nbytes != size:
-                    what = f"{image.name} has changed since the samples were encoded"
-                    raise DataError(what, where=image.place, fix="restore it, or choose another data.cache")
-
-    def _image_record(self, number: int) -> tuple[dict[str, Any], npt.NDArray[np.uint8]]:
-        """(what is said of the images of sample `number`, their bytes, of which none are read)."""
-        assert self.images is not None
-        assert self.places is not None
-        start, stop = map(int, self.places[number : number + 2])
-        size = int.from_bytes(self.images[start : start + 4].tobytes(), "little")
-        begin = start + 4 + size
-        return json.loads(self.images[start + 4 : begin].tobytes()), self.images[begin:stop]
+        for batch in self.table.to_batches() if "text" in self.table.column_names else ():
+            for row in batch.select(["place", "paths", "sizes"]).to_pylist():
+                for path, size in zip(row["paths"], row["sizes"], strict=True):
+                    image = Image(row["place"], path)
+                    if path and image.nbytes != size:
+                        what = f"{image.name} has changed since the samples were encoded"
+                        raise DataError(what, where=image.place, fix="restore it, or choose another data.cache")
 
     @property
     def details(self) -> Mapping[str, Any]:
@@ -121,33 +103,18 @@ class SampleFile:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of each sample's ids and number of targets, which tells data sets apart."""
-        digest = hashlib.sha256(np.ascontiguousarray(self.hashes).tobytes())
-        digest.update(np.ascontiguousarray(self.lengths).tobytes())
-        digest.update(np.ascontiguousarray(self.targets).tobytes())
-        if holds_unpaired(self):
-            digest.update(np.ascontiguousarray(self.marks).tobytes())
-        return digest.hexdigest()[:32]
+        """A hash of each sample's ids, number of targets and label, which tells data sets apart."""
+        arrays = (self.hashes, self.lengths, self.targets, self.marks)
+        return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()[:32]
 
     def counts(self, token: int) -> npt.NDArray[np.int64]:
         """How often each sample has this token."""
-        counts = np.zeros(len(self), dtype=np.int64)
-        for first in range(0, len(self), COUNTED):
-            starts = self._starts[first : first + COUNTED]
-            stop = int(self._starts[first + COUNTED]) if first + COUNTED < len(self) else len(self.tokens.ids)
-            ids = self.tokens.ids[int(starts[0]) : stop]
-            counts[first : first + COUNTED] = np.add.reduceat(ids == token, starts - starts[0], dtype=np.int64)
-        return counts
+        return np.add.reduceat(self.tokens.ids == token, self._starts, dtype=np.int64)
 
     @cached_property
     def _starts(self) -> npt.NDArray[np.int64]:
         """The position of each sample's first token."""
-        return _offsets(self.lengths.astype(np.int64))
-
-    @cached_property
-    def _bytes(self) -> npt.NDArray[np.int64]:
-        """The position of each sample's first byte in `bits`."""
-        return _offsets(-(-self.lengths.astype(np.int64) // 8))
+        return np.cumsum(self.lengths) - self.lengths
 
 
 def write_samples(
@@ -163,95 +130,87 @@ def write_samples(
     details: a JSON object to store; used only after the last sample, so `samples` may fill it. has_images: whether they
     were encoded for a processor. Raises what `write_tokens` raises.
     """
-    suffixes = (*PARTS, *IMAGE_PARTS) if has_images else PARTS
-    drafts = {suffix: path.with_name(f"{path.stem}{suffix}.{uuid.uuid4().hex}.tmp") for suffix in suffixes}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_tokens(path, _arrays(path, samples, drafts), vocab_size, details)
-    except OSError as error:
-        fix = "free some space, or choose another folder"
-        raise DataError(f"cannot be written ({error.strerror or error})", where=str(path), fix=fix) from error
-    finally:
-        for draft in drafts.values():
-            draft.unlink(missing_ok=True)
+    with closing(_ids_of(iter(samples), path, has_images=has_images)) as ids:
+        write_tokens(path, ids, vocab_size, details)
     return open_samples(path)
 
 
 def open_samples(path: Path) -> SampleFile:
     """Open a sample file, memory-mapped. Raises `DataError` if one of its files is missing or does not fit the rest."""
+    import pyarrow
+
     tokens = open_tokens(path)
     try:
-        lengths = np.memmap(path.with_suffix(LENGTHS), dtype="<u4", mode="r").reshape(-1, 2)
-        bits = np.memmap(path.with_suffix(TRAINED), dtype=np.uint8, mode="r")
-        hashes = np.memmap(path.with_suffix(HASHES), dtype="<u8", mode="r")
-        marks = np.memmap(path.with_suffix(MARKS), dtype=np.uint8, mode="r")
-        images = places = None
-        if path.with_suffix(PLACES).is_file():
-            images = np.memmap(path.with_suffix(IMAGES), dtype=np.uint8, mode="r")
-            places = np.memmap(path.with_suffix(PLACES), dtype="<u8", mode="r")
-    except (OSError, ValueError) as error:
+        file = _with_table(tokens, pyarrow.ipc.open_file(pyarrow.memory_map(str(path.with_suffix(TABLE)))).read_all())
+    except (OSError, ValueError, LookupError) as error:
         raise DataError(f"is not a sample file ({error})", where=str(path), fix="remove it") from error
-    sizes = lengths[:, 0].astype(np.int64)
-    counts = int(sizes.sum()), int((-(-sizes // 8)).sum()), len(sizes), len(sizes)
-    if counts != (len(tokens), len(bits), len(hashes), len(marks)):
+    if file.lengths.sum() != len(tokens):
         raise DataError("its files do not belong together", where=str(path), fix="remove them")
-    if images is not None and places is not None and (len(places) != len(sizes) + 1 or places[-1] != len(images)):
-        raise DataError("its files do not belong together", where=str(path), fix="remove them")
-    return SampleFile(tokens, lengths[:, 0], lengths[:, 1], bits, hashes, marks, images, places)
+    return file
 
 
-def is_sample_file(path: Path, *, has_images: bool = False) -> bool:
+def samples_in_memory(samples: Sequence[EncodedSample]) -> SampleFile:
+    """`samples`, which have no images, as a sample file that lies on no disk."""
+    import pyarrow
+
+    table = pyarrow.Table.from_pylist(list(map(_row, samples)), _schema(has_images=False))
+    ids = np.concatenate([np.empty(0, np.int32), *(sample.ids for sample in samples)])
+    return _with_table(TokenFile(Path(), ids, None, {}), table)
+
+
+def _with_table(tokens: TokenFile, table: Any) -> SampleFile:
+    import pyarrow.compute
+
+    counts = (pyarrow.compute.list_value_length(table["trained"]), table["targets"])
+    lengths, targets = (column.to_numpy().astype(np.int64) for column in counts)
+    return SampleFile(tokens, table, lengths, targets, table["hash"].to_numpy(), table["good"].to_numpy())
+
+
+def _schema(*, has_images: bool) -> Any:
+    """The columns of the table, as a `pyarrow.Schema`."""
+    import pyarrow
+
+    number, text, data = pyarrow.uint64(), pyarrow.string(), pyarrow.large_binary()
+    types = {"trained": pyarrow.list_(pyarrow.bool_()), "targets": number, "hash": number, "good": pyarrow.bool_()}
+    if has_images:
+        types |= {"text": text, "place": text}
+        types |= {"paths": pyarrow.list_(text), "sizes": pyarrow.list_(number), "data": pyarrow.list_(data)}
+    return pyarrow.schema(types)
+
+
+def is_sample_file(path: Path) -> bool:
     """Whether all files of the sample file `path` exist."""
-    suffixes = (".bin", ".json", *PARTS, *(IMAGE_PARTS if has_images else ()))
-    return all(path.with_suffix(suffix).is_file() for suffix in suffixes)
+    return all(path.with_suffix(suffix).is_file() for suffix in (".bin", ".json", TABLE))
 
 
-def _arrays(path: Path, samples: Iterable[EncodedSample], drafts: Mapping[str, Path]) -> Iterator[TokenArray]:
-    with ExitStack() as stack:
-        files = [stack.enter_context(draft.open("wb")) for draft in drafts.values()]
-        lengths, trained, hashes, marks, *of_images = files
-        if of_images:
-            of_images[1].write(bytes(8))
-        for sample in samples:
-            lengths.write(np.array([len(sample), sample.trained.sum()], dtype="<u4").tobytes())
-            trained.write(np.packbits(sample.trained).tobytes())
-            is_own = sample.answer != MISMATCHED
-            hashes.write(_hash_of(sample) if is_own else bytes(8))
-            marks.write(bytes([sample.answer == GOOD]))
-            if of_images:
-                assert sample.images is not None
-                of_images[0].write(_image_record(sample.images))
-                of_images[1].write(np.array([of_images[0].tell()], dtype="<u8").tobytes())
-            yield sample.ids
-        for file in files:  # so that a power cut leaves no complete ids beside an incomplete mask
-            file.flush()
-            os.fsync(file.fileno())
-    for suffix, draft in drafts.items():  # before `write_tokens` does so with `.bin` and `.json`
-        draft.replace(path.with_suffix(suffix))
+def _ids_of(samples: Iterator[EncodedSample], path: Path, *, has_images: bool) -> Iterator[TokenArray]:
+    """The ids of all samples; what else there is of them is written to the table meanwhile."""
+    import pyarrow
+
+    schema = _schema(has_images=has_images)
+    with written_whole(path.with_suffix(TABLE)) as draft:  # before `write_tokens` completes `.bin` and `.json`
+        with pyarrow.ipc.new_file(str(draft), schema) as writer:
+            while together := list(islice(samples, WRITTEN_ROWS)):
+                writer.write(pyarrow.RecordBatch.from_pylist([_row(sample) for sample in together], schema))
+                yield from (sample.ids for sample in together)
+        sync(draft)  # so that a power cut leaves no complete ids beside an incomplete mask
 
 
-def _hash_of(sample: EncodedSample) -> bytes:
-    """A hash of the ids of a sample, and of what tells its images from others."""
+def _row(sample: EncodedSample) -> dict[str, Any]:
+    """A sample's row of the table."""
+    row: dict[str, Any] = {"trained": sample.trained, "targets": sample.trained.sum(), "good": sample.answer == GOOD}
     digest = hashlib.blake2b(sample.ids.tobytes(), digest_size=8)
-    for image in () if sample.images is None else sample.images.images:
-        digest.update(image.identity.encode())
-    return digest.digest()
-
-
-def _image_record(sample: ImageText) -> bytes:
-    """A sample of `.images`: the length of a JSON text, the text, and the bytes of images that are in no file."""
-    images = [(image.path, image.nbytes) for image in sample.images]
-    head = json.dumps({"text": sample.text, "place": sample.place, "images": images}).encode()
-    return b"".join([len(head).to_bytes(4, "little"), head, *(image.data or b"" for image in sample.images)])
-
-
-def _offsets(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    return np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
+    if sample.images is not None:
+        images = sample.images.images
+        digest.update("".join(image.identity for image in images).encode())
+        row |= {"text": sample.images.text, "place": sample.images.place, "data": [image.data for image in images]}
+        row |= {"paths": [image.path for image in images], "sizes": [image.nbytes for image in images]}
+    return {**row, "hash": 0 if sample.answer == MISMATCHED else int.from_bytes(digest.digest(), "little")}
 
 
 # From sources to sample files -----------------------------------------------------------------------------------------
 
-FORMAT = 10  # part of the key: raise it when the same content would give other samples
+FORMAT = 11  # part of the key: raise it when the same content would give other samples
 
 Runs = list[tuple[str, bool]]
 """A rendered example: runs (text, whether it is trained)."""
@@ -268,16 +227,16 @@ def prepare_samples(
     bad: what happens to unusable samples. Raises `DataError` for a source that cannot be read or has no sample to train
     on, and `SampleError` for an unusable sample if `bad` is `stop`.
     """
-    path, has_images = cache / f"{_key(source, encoder, bad)}.bin", encoder.processor is not None
-    with alone(path) if not is_sample_file(path, has_images=has_images) else nullcontext():
-        if is_sample_file(path, has_images=has_images):
+    path = cache / f"{_key(source, encoder, bad)}.bin"
+    with alone(path) if not is_sample_file(path) else nullcontext():
+        if is_sample_file(path):
             file = open_samples(path)
             file.require_images()
             return file
         statistics = Statistics(LeftOut(bad))
         details: dict[str, Any] = {"source": source.name}
         samples = _encoded(source, encoder, statistics, details, _row_progress(source, progress))
-        return write_samples(path, samples, encoder.vocabulary, details, has_images=has_images)
+        return write_samples(path, samples, encoder.vocabulary, details, has_images=encoder.processor is not None)
 
 
 def _row_progress(source: Source, progress: EncodingProgress | None) -> Callable[[int], None]:
@@ -288,12 +247,9 @@ def _row_progress(source: Source, progress: EncodingProgress | None) -> Callable
     return lambda done: progress(source.name, done, total)
 
 
-def statistics_of(file: SampleFile) -> Statistics:
-    """The statistics of the time when the samples were encoded."""
-    kept = dict(file.details["statistics"])
-    left_out = kept.pop("left_out")
-    left_out = LeftOut(left_out["bad"], Counter(left_out["counts"]), dict(left_out["first"]))
-    return Statistics(**{**kept, "left_out": left_out, "notes": Counter(kept["notes"])})
+def report_of(file: SampleFile) -> list[str]:
+    """`Statistics.lines` of the time when the samples were encoded."""
+    return list(file.details["report"])
 
 
 def example_of(file: SampleFile) -> Runs:
@@ -353,7 +309,7 @@ def _encoded(
         what = f"no sample is left to train on (left out: {reasons})"
         raise DataError(what, where=source.name, fix="see data.train_on, data.sequence_length and data.too_long")
     details |= {
-        "statistics": _as_json(statistics),
+        "report": statistics.lines(),
         "example": example,
         "text_only": text_only,
         "chats": chats,
@@ -370,14 +326,6 @@ def _rows_of(source: Source) -> int | None:
     with path.open("rb") as file:
         lines = sum(chunk.count(b"\n") for chunk in iter(partial(file.read, 1 << 20), b""))
     return max(1, lines if source.limit is None else min(lines, source.limit))
-
-
-def _as_json(statistics: Statistics) -> dict[str, Any]:
-    """`statistics` as `statistics_of` reads them. `dataclasses.asdict` would break counters before Python 3.12."""
-    left_out = statistics.left_out
-    kept = {"bad": left_out.bad, "counts": dict(left_out.counts), "first": left_out.first}
-    plain = {one.name: getattr(statistics, one.name) for one in fields(Statistics)}
-    return {**plain, "left_out": kept, "notes": dict(statistics.notes)}
 
 
 def _key(source: Source, encoder: Encoder, bad: str) -> str:

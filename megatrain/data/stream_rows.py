@@ -16,7 +16,7 @@ import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import islice
 from threading import Lock
 from typing import Any, Literal, TypeAlias
@@ -24,10 +24,12 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from megatrain.data.encode import EncodedSample, Encoder, Statistics, encode_batch
-from megatrain.data.packing import Indices, TrainingRow, best_fit, epoch_order, grouped_order, packed_row
+from megatrain.data.packing import Batching, Indices, PackedRows, SampleRows, TrainingRow
 from megatrain.data.read_rows import Bad, LeftOut, SourceRow
+from megatrain.data.sample_cache import SampleFile, samples_in_memory
 from megatrain.data.sample_formats import LabelCheck, Sample
 from megatrain.data.sample_sources import Source, samples_of
+from megatrain.data.text_sources import Windows
 from megatrain.errors import DataError
 
 FORMAT = 1  # part of the identity: raise it when the same data set would give other rows
@@ -63,14 +65,11 @@ class _BlockStart:
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """The samples of a block, and its training rows in their shuffled order."""
+    """The training rows of a block, and their shuffled order."""
 
     start: _BlockStart
-    samples: list[EncodedSample]
-    rows: list[Indices]
-    """The numbers of each row's samples; with `windows`, each row's first position in `tokens`."""
-    tokens: Indices
-    """With `windows`, the tokens of all samples."""
+    rows: Batching
+    order: Indices
     stop: _BlockStart
     """The start of the next block."""
     digest: str
@@ -127,20 +126,12 @@ class StreamRows:
     def row(self, index: int) -> TrainingRow:
         """TrainingRow `index`, counted from 0 over all epochs."""
         block, number = self._find(index)
-        members = block.rows[number]
-        if self.packing == "windows":
-            ids = block.tokens[members[0] : members[0] + self.window]
-            return TrainingRow(ids, ids)
-        samples = [(block.samples[member].ids.astype(np.int64), block.samples[member].trained) for member in members]
-        packed = packed_row(samples)
-        return packed if self.packing == "best_fit" else replace(packed, positions=None)
+        return block.rows.row(number)
 
     def targets(self, index: int) -> int:
         """The number of target tokens of row `index`."""
-        if self.packing == "windows":
-            return self.window - 1
         block, number = self._find(index)
-        return sum(int(block.samples[member].trained.sum()) for member in block.rows[number])
+        return block.rows.targets(number)
 
     @property
     def identity(self) -> dict[str, str | int]:
@@ -204,17 +195,17 @@ class StreamRows:
             self._starts = [self._starts[0], start]
 
     def _find(self, index: int) -> tuple[_Block, int]:
-        """(the block of row `index`, the row's number in it). Blocks in memory are found without the lock, so while
-        another thread reads a block."""
+        """(the block of row `index`, the row's number in its `rows`). Blocks in memory are found without the lock, so
+        while another thread reads a block."""
         for block in tuple(self._blocks.values()):
             if block.start.row <= index < block.stop.row:
-                return block, index - block.start.row
+                return block, int(block.order[index - block.start.row])
         with self._lock:
             start = first_start = self._start_before(index)
             while True:
                 block = self._block(start)
                 if index < block.stop.row:
-                    return block, index - start.row
+                    return block, int(block.order[index - start.row])
                 start = block.stop
                 if start.row == first_start.row and start.epoch > first_start.epoch + 1:  # an epoch without a row
                     empty = "it is empty" if self.first is None else "its text fills no row"
@@ -260,10 +251,11 @@ class StreamRows:
         if start.key >= self._counted:
             self.statistics.merge(counted)
             self._counted = after
-        rows_of_block, tokens = self._pack(encoded, start)
-        stop = _BlockStart(start.row + len(rows_of_block), *after, None if ended else self._stream.state())
+        file = samples_in_memory(encoded)
+        packed, order = self._pack(file, start)
+        stop = _BlockStart(start.row + len(order), *after, None if ended else self._stream.state())
         self._reader = None if ended else (after, rows)
-        return _Block(start, encoded, rows_of_block, tokens, stop, _digest(encoded))
+        return _Block(start, packed, order, stop, file.fingerprint)
 
     def _require_usable(self, samples: Sequence[Sample]) -> None:
         """Raise `DataError` for a sample that streams do not support, or that needs another packing."""
@@ -277,27 +269,13 @@ class StreamRows:
                 what = "is not plain text, but would be divided into windows, with every token a target"
                 raise DataError(what, where=sample.origin, fix="set data.packing to best_fit or grouped")
 
-    def _pack(self, samples: list[EncodedSample], start: _BlockStart) -> tuple[list[Indices], Indices]:
-        """The training rows of a block in their shuffled order, and its tokens: see `_Block`."""
-        lengths = np.array([len(sample) for sample in samples], np.int64)
+    def _pack(self, file: SampleFile, start: _BlockStart) -> tuple[Batching, Indices]:
+        """The training rows of a block of these samples, and their shuffled order."""
+        every = np.arange(len(file))
+        rows: Batching = Windows(file.tokens, self.window, 0, len(file.tokens) // self.window)
         seed = (self.seed + start.samples * 0xD1B54A32D192ED03) % (1 << 63)  # each block has its own order
-        tokens = np.empty(0, np.int64)
-        if self.packing == "windows":
-            tokens = np.concatenate([tokens, *(sample.ids for sample in samples)]).astype(np.int64)
-            starts = self.window * np.arange(len(tokens) // self.window)
-            rows = [starts[[number]] for number in epoch_order(seed, start.epoch, len(starts))]
-        elif self.packing == "best_fit":
-            members, starts = best_fit(lengths, self.window, seed)
-            bins = np.split(members, starts[1:-1])
-            rows = [bins[number] for number in epoch_order(seed, start.epoch, len(bins))] if len(members) else []
-        else:
-            rows = list(grouped_order(seed, start.epoch, lengths, self.micro_batch)[:, None])
-        return rows, tokens
-
-
-def _digest(samples: Sequence[EncodedSample]) -> str:
-    """A hash of the samples of a block."""
-    digest = hashlib.sha256()
-    for sample in samples:
-        digest.update(np.array([len(sample), sample.trained.sum()], "<u4").tobytes() + sample.ids.tobytes())
-    return digest.hexdigest()[:32]
+        if self.packing == "best_fit":
+            rows = PackedRows(file, every, self.window, seed)
+        elif self.packing == "grouped":
+            rows = SampleRows(file, every, self.micro_batch)
+        return rows, rows.order(seed, start.epoch)

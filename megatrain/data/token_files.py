@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +21,7 @@ import numpy.typing as npt
 
 from megatrain.errors import DataError
 from megatrain.system.atomic import sync
-from megatrain.system.paths import missing, read_json, usable_path
+from megatrain.system.paths import missing, read_json, usable_path, written_or_refused
 
 DTYPES: dict[str, np.dtype[np.unsignedinteger[Any]]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 SUFFIXES = (".bin", ".npy")
@@ -112,14 +110,18 @@ def write_tokens(
     last array, so `arrays` may fill it. Raises `DataError` for an id outside the vocabulary, if there is no token, and
     if writing fails.
     """
-    if path.suffix != ".bin":
-        raise DataError("tokens are written to a `.bin` file", where=str(path), fix="change the suffix")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write_pair(path, arrays, vocab_size, details or {})
-    except OSError as error:
-        fix = "free some space, or choose another folder"
-        raise DataError(f"cannot be written ({error.strerror or error})", where=str(path), fix=fix) from error
+    dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
+    description, fix = path.with_suffix(".json"), "free some space, or choose another folder"
+    with written_or_refused(path, DataError, fix, makes_folder=True) as draft:
+        with draft.open("wb") as file:
+            tokens = _write_arrays(file, arrays, vocab_size, DTYPES[dtype], path)
+        sync(draft)
+        description.unlink(missing_ok=True)  # it must not describe the new ids
+    head = {"dtype": dtype, "tokens": tokens, "vocab_size": vocab_size, "details": dict(details or {})}
+    with written_or_refused(description, DataError, fix) as draft:
+        draft.write_text(json.dumps(head, indent=1))
+        sync(draft)
+    sync(path.parent)
     return open_tokens(path)
 
 
@@ -156,29 +158,6 @@ def _open_bin(path: Path) -> TokenFile:
     return TokenFile(path, ids, vocab_size, details)
 
 
-def _write_pair(path: Path, arrays: Iterable[TokenArray], vocab_size: int, details: Mapping[str, Any]) -> None:
-    dtype_name = "uint16" if vocab_size <= 1 << 16 else "uint32"
-    ids, draft = (path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp") for _ in range(2))
-    try:
-        with ids.open("wb") as file:
-            tokens = _write_arrays(file, arrays, vocab_size, DTYPES[dtype_name], path)
-            _sync_file(file)
-        head = {"dtype": dtype_name, "tokens": tokens, "vocab_size": vocab_size}
-        content = json.dumps({**head, "details": dict(details)}, indent=1).encode()
-        with draft.open("wb") as file:
-            file.write(content)
-            _sync_file(file)
-        old = path.with_suffix(".json")
-        if old.is_file() and old.read_bytes() != content:
-            old.unlink()  # it must not describe the new ids; an equal one may stay, and may be in use
-        ids.replace(path)
-        draft.replace(old)
-        sync(path.parent)
-    finally:
-        ids.unlink(missing_ok=True)
-        draft.unlink(missing_ok=True)
-
-
 def _write_arrays(
     file: BinaryIO, arrays: Iterable[TokenArray], vocab_size: int, dtype: np.dtype[Any], path: Path
 ) -> int:
@@ -190,8 +169,3 @@ def _write_arrays(
     if tokens == 0:
         raise DataError("no token to write", where=str(path), fix="give a source with text in it")
     return tokens
-
-
-def _sync_file(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())

@@ -41,7 +41,7 @@ from megatrain.data.sample_cache import (
     holds_text_only,
     holds_unpaired,
     prepare_samples,
-    statistics_of,
+    report_of,
 )
 from megatrain.data.sample_sources import Source
 from megatrain.data.stream_rows import BLOCK_ROWS, Packing, StreamRows
@@ -434,8 +434,7 @@ class _Opening:
         whole = self._prepared(source, encoder)
         whole.tokens.require_ids_below(self.vocabulary)
         self._refuse_other_kind(whole, name)
-        statistics = statistics_of(whole)
-        first, *others = statistics.lines()
+        first, *others = report_of(whole)
         if runs_on:
             if not holds_text_only(whole):
                 what = f"{name} holds samples, which windows would cut anywhere and train including prompts"

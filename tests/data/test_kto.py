@@ -11,7 +11,7 @@ import pytest
 from megatrain.data.detect_kind import source_called
 from megatrain.data.encode import Encoder
 from megatrain.data.packing import Reference, SampleRows, collate, split_samples
-from megatrain.data.sample_cache import holds_pairs, holds_unpaired, prepare_samples, statistics_of
+from megatrain.data.sample_cache import holds_pairs, holds_unpaired, prepare_samples, report_of
 from megatrain.data.sample_formats import Schema
 from megatrain.data.tokenizer import load_tokenizer
 from megatrain.errors import DataError, SampleError
@@ -70,7 +70,7 @@ def test_matched_and_mismatched_samples_are_dropped_together(tmp_path: Path) -> 
     rows = [{"prompt": "p", "completion": text, "label": True} for text in ("a", "b" * 60, "c", "d")]
     file = prepared(tmp_path, rows, SCHEMA, max_tokens=20, too_long="drop")
     assert [all_of for all_of, _ in texts(file)] == [f"pd{EOS}", f"pc{EOS}"]
-    assert "the other answer is left out" in "\n".join(statistics_of(file).lines())
+    assert "the other answer is left out" in "\n".join(report_of(file))
 
 
 def test_kto_labels_are_read_and_change_the_fingerprint(tmp_path: Path) -> None:

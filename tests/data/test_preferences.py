@@ -13,7 +13,7 @@ from megatrain.data.detect_kind import source_called
 from megatrain.data.encode import EncodeOptions, Encoder
 from megatrain.data.loader import Loader
 from megatrain.data.packing import Reference, SampleRows, collate, split_samples
-from megatrain.data.sample_cache import SampleFile, holds_pairs, prepare_samples, statistics_of
+from megatrain.data.sample_cache import SampleFile, holds_pairs, prepare_samples, report_of
 from megatrain.data.sample_formats import Schema
 from megatrain.data.tokenizer import load_tokenizer
 from megatrain.errors import SampleError
@@ -123,10 +123,9 @@ def test_a_pair_is_dropped_whole_if_one_side_is_too_long(tmp_path: Path) -> None
     ]
     file = prepared(tmp_path, rows, max_tokens=16, too_long="drop")
     assert [text for text, _ in texts(file)] == [f"de{EOS}", f"df{EOS}"]
-    statistics = statistics_of(file)
-    assert statistics.samples == 2
-    assert statistics.tokens == sum(file.lengths)
-    assert statistics.left_out.counts["the other answer is left out"] == 2
+    report = report_of(file)
+    assert report[0].startswith(f"2 samples, {sum(file.lengths)} tokens")
+    assert any(line.startswith("left out: 2 the other answer is left out (first: ") for line in report)
 
 
 def test_pairs_stay_together_in_every_micro_batch_of_every_epoch(tmp_path: Path) -> None:

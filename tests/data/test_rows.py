@@ -111,9 +111,7 @@ def test_data_is_flushed_before_its_metadata(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(os, "fsync", watched)
     samples_at(tmp_path, 5, 0)
-    names = [Path(name).name for name in flushed]
-    for suffix in (".lengths", ".trained", ".hashes"):
-        assert any(name.startswith(f"samples0{suffix}") for name in names)
+    assert [Path(name).suffix for name in flushed[:3]] == [".arrow", ".bin", ".json"]
 
 
 def test_duplicates_of_training_samples_are_not_held_out(tmp_path: Path) -> None:
@@ -134,10 +132,13 @@ def test_duplicates_of_training_samples_are_not_held_out(tmp_path: Path) -> None
 def test_files_of_several_data_sets_are_refused(tmp_path: Path) -> None:
     for name, count in (("x", 5), ("y", 6)):
         write_samples(tmp_path / f"{name}.bin", encoded(count, 0), VOCABULARY, {})
-    (tmp_path / "x.lengths").write_bytes((tmp_path / "y.lengths").read_bytes())
+    (tmp_path / "x.arrow").write_bytes((tmp_path / "y.arrow").read_bytes())
     with pytest.raises(DataError, match="do not belong together"):
         open_samples(tmp_path / "x.bin")
-    (tmp_path / "y.lengths").unlink()
+    (tmp_path / "y.arrow").write_bytes(b"ARROW1")
+    with pytest.raises(DataError, match="is not a sample file"):
+        open_samples(tmp_path / "y.bin")
+    (tmp_path / "y.arrow").unlink()
     assert not is_sample_file(tmp_path / "y.bin")
     with pytest.raises(DataError, match="is not a sample file"):
         open_samples(tmp_path / "y.bin")

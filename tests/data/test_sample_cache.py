@@ -13,7 +13,7 @@ import pytest
 
 from megatrain.data.detect_kind import begins_with_text, holds_samples, source_called
 from megatrain.data.encode import EncodeOptions, Encoder, encode_samples
-from megatrain.data.sample_cache import example_of, holds_text_only, prepare_samples, statistics_of
+from megatrain.data.sample_cache import example_of, holds_text_only, prepare_samples, report_of
 from megatrain.data.sample_formats import Schema
 from megatrain.data.sample_sources import Source
 from megatrain.errors import DataError, SampleError
@@ -39,9 +39,9 @@ def test_equal_content_is_encoded_once_at_any_path(tmp_path: Path, monkeypatch: 
     again = prepare_samples(Source(str(moved)), ENCODER, cache=tmp_path / "cache")
     assert again.tokens.path == first.tokens.path
     assert again.fingerprint == first.fingerprint
-    assert statistics_of(again).lines() == statistics_of(first).lines()
-    assert statistics_of(again).lines()[0].startswith("2 samples")
-    assert "left out: 1 without a target (first: " in statistics_of(again).lines()[1]
+    assert report_of(again) == report_of(first)
+    assert report_of(again)[0].startswith("2 samples")
+    assert "left out: 1 without a target (first: " in report_of(again)[1]
 
 
 def test_the_cache_key_covers_every_input(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_failed_preparation_leaves_nothing_behind(tmp_path: Path) -> None:
     assert not cache.exists() or not list(cache.iterdir())
     kept = prepare_samples(Source(str(broken)), ENCODER, cache=cache, bad="leave_out")
     assert len(kept) == 1
-    assert statistics_of(kept).left_out.counts == {"not a line of JSON": 1}
+    assert "left out: 1 not a line of JSON" in report_of(kept)[1]
 
 
 @pytest.mark.parametrize(

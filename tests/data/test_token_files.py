@@ -93,8 +93,6 @@ def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match="cannot be written"):
         write_tokens(tmp_path / "file" / "x.bin", [np.arange(3)], 10)
-    with pytest.raises(DataError, match=r"`\.bin`"):
-        write_tokens(tmp_path / "x.tokens", [np.arange(3)], 10)
 
 
 @pytest.mark.parametrize(
