@@ -58,21 +58,8 @@ class Checkpoint:
     def verify_moments(self, name: str, array: str, start: int, stop: int) -> None:
         """Compare elements [start, stop) of an array that the optimizer kept, float32. Raises `DamagedCheckpoint`."""
         if self.unverified is not None:
-            key = f"{name}.{array}"
-            first = self._first_bytes[key]
-            self.unverified.verify(self._tensors[key][0], first + 4 * start, first + 4 * stop)
-
-    @cached_property
-    def _first_bytes(self) -> dict[str, int]:
-        """Name of an optimizer tensor -> its first byte in its file."""
-        places: dict[str, int] = {}
-        for name in {file for file, _ in self._tensors.values()}:
-            with (self.folder / name).open("rb") as file:
-                first = 8 + (nbytes := int.from_bytes(file.read(8), "little"))
-                header = json.loads(file.read(nbytes))
-            header.pop("__metadata__", None)  # which is no tensor
-            places |= {key: first + tensor["data_offsets"][0] for key, tensor in header.items()}
-        return places
+            file, _, first = self._tensors[f"{name}.{array}"]
+            self.unverified.verify(file, first + 4 * start, first + 4 * stop)
 
     @cached_property
     def training(self) -> dict[str, Any]:
@@ -82,7 +69,7 @@ class Checkpoint:
     @cached_property
     def moment_shapes(self) -> dict[str, tuple[int, ...]]:
         """Parameter name -> shape of its moments, for trained parameters."""
-        return {key.rpartition(".")[0]: shape for key, (_, shape) in self._tensors.items()}
+        return {key.rpartition(".")[0]: shape for key, (_, shape, _) in self._tensors.items()}
 
     def keeps(self, name: str, arrays: Sequence[str]) -> bool:
         """Whether it has these arrays of a parameter and no others."""
@@ -113,13 +100,18 @@ class Checkpoint:
             return tensor
 
     @cached_property
-    def _tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Name of an optimizer tensor -> (its file, its shape)."""
-        tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-        for file in self.manifest.files:
-            if file.startswith(f"{OPTIMIZER}/"):
-                with self._open(file) as opened:
-                    tensors |= {key: (file, tuple(opened.get_slice(key).get_shape())) for key in opened.keys()}  # noqa: SIM118
+    def _tensors(self) -> dict[str, tuple[str, tuple[int, ...], int]]:
+        """Name of an optimizer tensor -> (its file, its shape, its first byte)."""
+        tensors: dict[str, tuple[str, tuple[int, ...], int]] = {}
+        for name in self.manifest.files:
+            if not name.startswith(f"{OPTIMIZER}/"):
+                continue
+            with self._open(name), (self.folder / name).open("rb") as file:  # the library checks that all fits
+                first = 8 + (nbytes := int.from_bytes(file.read(8), "little"))
+                header = json.loads(file.read(nbytes))
+            header.pop("__metadata__", None)  # which is no tensor
+            for key, tensor in header.items():
+                tensors[key] = name, tuple(tensor["shape"]), first + tensor["data_offsets"][0]
         return tensors
 
     def _open(self, file: str) -> Any:
