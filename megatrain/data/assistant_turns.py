@@ -185,7 +185,8 @@ class Turns:
     def _start_of_first(self) -> int:
         """The start of an assistant turn that begins the conversation: it follows what opens any turn."""
         opening = self._opening(1)
-        changed = [self._with_filler(0), *self.messages[1:]]
+        first = _changed(self.messages[0], _main_part(self.messages[0]), lambda text: self._filler)
+        changed = [first, *self.messages[1:]]
         text = self._render("conversation", changed) or ""
         header, filler, _ = text.partition(self._filler)
         if not (opening and filler and header.count(opening) == 1):
@@ -277,11 +278,6 @@ class Turns:
         if key not in self._cache:
             self._cache[key] = self._render(kind, self.messages[:count]) if count else None
         return self._cache[key]
-
-    def _with_filler(self, index: int) -> Message:
-        """Message `index` with the filler as its content (or as its last call's name)."""
-        message = self.messages[index]
-        return _changed(message, _main_part(message), lambda text: self._filler)
 
     def _with_anchor(self, index: int) -> Message:
         """Message `index` with the anchor after its content (or after its last call's name)."""

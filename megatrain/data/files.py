@@ -217,8 +217,6 @@ def about_tokens(sources: Sequence[str], tokenizer: str = "", pattern: str = "*"
 # line (`read_rows.py`).
 
 CHUNK_CHARACTERS = 1 << 20
-CUT_TOKEN_CHARACTERS = 16
-"""An error this close to the end of the text read so far may come from a token that is cut there: `tru`, `\\ud83`."""
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 
@@ -288,15 +286,13 @@ class _Stream:
             try:
                 value, end = _DECODER.raw_decode(self._text, self._at)
             except json.JSONDecodeError as error:
-                may_be_cut = error.msg.startswith("Unterminated") or error.pos >= len(self._text) - CUT_TOKEN_CHARACTERS
-                if not may_be_cut or self._ended:
+                if self._ended:  # else what follows may mend it
                     line = self.line + self._text.count("\n", self._at, error.pos)
                     raise MalformedJson(error.msg, line) from error
             except ValueError as error:
                 raise MalformedJson(str(error), self.line) from error
             else:
-                may_be_cut = end >= len(self._text) - 2 and self._text[end : end + 1] in ("", ".", "e", "E")  # a number
-                if not may_be_cut or self._ended:
+                if end + 2 < len(self._text) or self._ended:  # else a number may go on: `1.5`, `1e9`
                     self._advance(end)
                     return value
             self._read()

@@ -129,8 +129,9 @@ def _read_message(message: object, number: int, place: str) -> Message:
     if "content" not in fields and not calls:
         what = f"message {number} ({role}) has no content"
         raise SampleError(what, reason="message without content", where=place, fix="give it one, or remove it")
-    if "content" in fields:
-        fields["content"] = _read_content(fields["content"], number, place)
+    if not isinstance(content := fields.get("content", ""), str):
+        what = f"the content of message {number} is {type(content).__name__}, not text"
+        raise SampleError(what, reason="content that is not text", where=place, fix="give text")
     return fields
 
 
@@ -164,13 +165,6 @@ def _join_parts(message: Message, number: int, place: str) -> Message:
         joined["tool_calls"] = [call for text in texts["tool_call"] for call in read_calls(text, place)]
     joined |= join_switches(trained, f"message {number}", place)
     return {**{key: value for key, value in message.items() if key != "content"}, **joined}
-
-
-def _read_content(content: object, number: int, place: str) -> str:
-    if not isinstance(content, str):
-        what = f"the content of message {number} is {type(content).__name__}, not text"
-        raise SampleError(what, reason="content that is not text", where=place, fix="give text")
-    return content
 
 
 def _read_call(call: object, place: str) -> dict[str, Any]:

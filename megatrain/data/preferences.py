@@ -58,7 +58,9 @@ def read_pair(row: SourceRow, schema: Schema) -> tuple[Sample, Sample]:
         what, fix = "the chosen and the rejected answer are the same", "remove the sample"
         raise SampleError(what, reason="equal answers", where=row.place, fix=fix)
     contexts = [row.fields.get(schema.column(name)) for name in ("prompt", "instruction", "conversations")]
-    if not any(contexts) or (isinstance(contexts[0], str) and _share_first_message(chosen, rejected)):
+    are_chats = isinstance(chosen, list) and isinstance(rejected, list)
+    begin_alike = are_chats and chosen and chosen[:1] == rejected[:1]
+    if not any(contexts) or (isinstance(contexts[0], str) and begin_alike):
         prompt, chosen, rejected = _split_prompt(chosen, rejected, row.place)
         row = row._replace(fields={**row.fields, schema.column("prompt"): prompt})
     first, second = (_with_answer(row, schema, answer) for answer in (chosen, rejected))
@@ -86,11 +88,6 @@ def _with_answer(row: SourceRow, schema: Schema, answer: Any) -> Sample:
     sample = read_sample(row._replace(fields={**row.fields, inner.column(field): answer}), inner)
     context = len(sample.messages) - 1
     return sample if kind == "completion" else replace(sample, untrained=sample.untrained | frozenset(range(context)))
-
-
-def _share_first_message(chosen: Any, rejected: Any) -> bool:
-    """Whether both answers are conversations that begin with the same message."""
-    return isinstance(chosen, list) and isinstance(rejected, list) and bool(chosen) and chosen[:1] == rejected[:1]
 
 
 def _split_prompt(chosen: Any, rejected: Any, place: str) -> tuple[Any, Any, Any]:

@@ -186,33 +186,28 @@ def file_digest(path: Path) -> str:
 
 def _file_rows(path: Path, left_out: LeftOut, skipped: int) -> Iterator[SourceRow]:
     """The rows of a file after the first `skipped`; `left_out` gets only what comes after these."""
-    if kind_of(path) not in SUFFIXES:
+    kind, is_remote, rows = kind_of(path), isinstance(path, RemoteFile), skipped
+    if kind not in SUFFIXES:
         fix = f"known are {', '.join(SUFFIXES)}, and all but {' and '.join(TABLES)} followed by .gz or .zst"
-        raise DataError(f"a file of samples does not end in {kind_of(path) or 'nothing'!r}", where=str(path), fix=fix)
-    is_remote, rows = isinstance(path, RemoteFile), skipped
+        raise DataError(f"a file of samples does not end in {kind or 'nothing'!r}", where=str(path), fix=fix)
     try:
-        for row in _parsed(path, left_out, skipped) if is_remote or path.stat().st_size else ():
-            rows += 1
-            yield row
+        if is_remote or path.stat().st_size:
+            parsed = _table_rows(path, skipped)
+            if kind not in TABLES:
+                parsed = next(parse for parse, kinds in READERS.values() if kind in kinds)(path, left_out)
+                for _ in islice(parsed, skipped):
+                    pass
+                if skipped:
+                    left_out.clear()
+            for row in parsed:
+                rows += 1
+                yield row
     except OSError as error:
         if is_remote:
             raise
         raise unreadable(error, path) from error
     if rows == 0:
         left_out.add("empty file", str(path))
-
-
-def _parsed(path: Path, left_out: LeftOut, skipped: int) -> Iterator[SourceRow]:
-    if kind_of(path) in TABLES:
-        yield from _table_rows(path, skipped)
-        return
-    parse = next(parse for parse, kinds in READERS.values() if kind_of(path) in kinds)
-    rows = parse(path, left_out)
-    for _ in islice(rows, skipped):
-        pass
-    if skipped:
-        left_out.clear()
-    yield from rows
 
 
 def _table_rows(path: Path, skipped: int) -> Iterator[SourceRow]:
@@ -365,10 +360,6 @@ def _line_not_utf8(path: Path) -> int:
     return good + 1
 
 
-def _json_rows(path: Path, left_out: LeftOut) -> Iterator[SourceRow]:
-    return _json_list(path, left_out) if kind_of(path) == ".json" else _json_lines(path, left_out)
-
-
 def _json_lines(path: Path, left_out: LeftOut) -> Iterator[SourceRow]:
     with open_bytes(path) as file:
         for number, line in enumerate(file, start=1):
@@ -376,7 +367,9 @@ def _json_lines(path: Path, left_out: LeftOut) -> Iterator[SourceRow]:
             if not line.strip():
                 continue
             try:
-                fields = parse_json(_decoded(line, place))
+                fields = parse_json(line.decode("utf-8-sig"))
+            except UnicodeDecodeError as error:
+                raise _not_utf8(error, place) from error
             except (ValueError, RecursionError) as error:
                 what = f"not a line of JSON ({error})"
                 fix = "correct or remove the line"
@@ -388,12 +381,10 @@ def _json_lines(path: Path, left_out: LeftOut) -> Iterator[SourceRow]:
                 left_out.refuse(_no_object(fields, place))
 
 
-def _json_list(path: Path, left_out: LeftOut) -> Iterator[SourceRow]:
-    """The elements of the list in a `.json` file; a `.json` file of JSON lines, which is common, is read as such."""
+def _json_rows(path: Path, left_out: LeftOut) -> Iterator[SourceRow]:
+    """The elements of the list in a `.json` file, or JSON lines, also those of a `.json` file, which are common."""
     try:
-        with open_text(path) as text:
-            is_lines = _is_json_lines(text, str(path))
-        if is_lines:
+        if kind_of(path) in JSON_LINES or _is_json_lines(path):
             yield from _json_lines(path, left_out)
             return
         with open_text(path) as text:
@@ -416,25 +407,20 @@ def _no_object(fields: object, place: str) -> SampleError:
     return SampleError(what, reason="not an object", where=place, fix="each sample is one JSON object")
 
 
-def _is_json_lines(text: TextIO, where: str) -> bool:
+def _is_json_lines(path: Path) -> bool:
     """Whether a `.json` file is JSON lines, not a list, by its first line. Raises `DataError` if it is neither."""
-    while (character := text.read(1)).isspace():
-        pass
-    if character != "{":
+    with open_text(path) as text:
+        while (character := text.read(1)).isspace():
+            pass
+        line = character + text.readline() if character == "{" else ""
+    if not line:
         return not character  # a file of white space has no lines
     try:
-        return isinstance(parse_json(character + text.readline()), dict)
+        return isinstance(parse_json(line), dict)
     except ValueError as error:
         what = f"a single object instead of a list of samples, or a line that is not JSON ({error})"
         fix = "save a list of objects, or one object per line"
-        raise DataError(what, where=where, fix=fix) from error
-
-
-def _decoded(data: bytes, place: str) -> str:
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise _not_utf8(error, place) from error
+        raise DataError(what, where=str(path), fix=fix) from error
 
 
 def _not_utf8(error: UnicodeDecodeError, place: str) -> DataError:
@@ -471,11 +457,6 @@ def _downloaded(library: ModuleType, name: str, subset: str | None, folder: str 
         return library.load_dataset(name, subset, data_dir=folder, split=split)
     finally:
         library.config.HF_HUB_OFFLINE = was_offline
-
-
-def _saved(library: ModuleType, path: Path, split: str) -> Any:
-    saved = library.load_from_disk(str(path))
-    return saved[split] if isinstance(saved, dict) else saved
 
 
 @contextmanager
@@ -561,15 +542,13 @@ class RowStream:
         if not usable_path(name, error=DataError).exists():
             refuse_missing(name)
             self.commit = commit_or_download(name)
-        self._data = self._open()
-        self._beginning: Mapping[str, Any] = self._data.state_dict()
+        self._data, self._beginning = self._open()
 
     def go_to(self, commit: str | None) -> None:
         """Read the data set at another commit from now on."""
         if commit != self.commit:
             self.commit = commit
-            self._data = self._open()
-            self._beginning = self._data.state_dict()
+            self._data, self._beginning = self._open()
 
     def rows_from(self, number: int, state: Mapping[str, Any] | None) -> Iterator[SourceRow]:
         """SourceRow `number` and those after it in an epoch. state: `state()` at that row, or None for the first row.
@@ -601,8 +580,12 @@ class RowStream:
         for number, fields in enumerate(self._data, start=first):
             yield SourceRow(_plain(fields, types), self.name, f"{self.name}[{number}]")
 
-    def _open(self) -> Any:
-        """The data set: `FileRows`, or a stream of `datasets`."""
+    def _open(self) -> tuple[Any, Mapping[str, Any]]:
+        """The data set, `FileRows` or a stream of `datasets`, and its state at the beginning."""
+        data = self._data_set()
+        return data, data.state_dict()
+
+    def _data_set(self) -> Any:
         path = usable_path(self.name, error=DataError)
         if path.is_file():  # without `datasets`, which takes seconds to import
             if path.name == DATASET_INFO:
@@ -615,7 +598,8 @@ class RowStream:
         library = _datasets_library(self.name)
         with _as_data_error(self.name):
             if path.is_dir():
-                data = _saved(library, path, self._split)
+                saved = library.load_from_disk(str(path))
+                data = saved[self._split] if isinstance(saved, dict) else saved
             elif self.commit is None:
                 data = _downloaded(library, self.name, self._subset, self._folder, self._split)
             else:
@@ -631,22 +615,16 @@ def _datasets_library(name: str) -> ModuleType:
     """The module `datasets`. Raises `DataError` if it is not installed."""
     try:
         import datasets
+        from fsspec import compression  # type: ignore[import-untyped]
     except ImportError as error:
         what = "needs the `datasets` package, which is not installed"
         raise DataError(what, where=name, fix="pip install datasets, or use JSON lines") from error
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # otherwise it reports every file that it opens to a server
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are reported by our own exceptions
-    _register_zstd()
+    if "zstd" not in compression.compr:  # `datasets` by itself needs another package to stream `.zst` files
+        compression.register_compression("zstd", lambda file, mode="rb", **_: zstd_reader(file), "zst")
     library: ModuleType = datasets
     return library
-
-
-def _register_zstd() -> None:
-    """Let `datasets` stream `.zst` files through pyarrow; by itself it needs another package for them."""
-    from fsspec import compression  # type: ignore[import-untyped]
-
-    if "zstd" not in compression.compr:
-        compression.register_compression("zstd", lambda file, mode="rb", **_: zstd_reader(file), "zst")
 
 
 def _reader_of(state: Mapping[str, Any]) -> object:
@@ -685,12 +663,18 @@ def commit_or_download(name: str) -> str | None:
     A process looks up a data set once, so it checks, caches and reads the same commit. Raises `DataError` if there is
     neither.
     """
+    from huggingface_hub import constants
     from huggingface_hub.errors import RepositoryNotFoundError
+
+    def letters(text: str) -> str:
+        """What `Org/TinyTexts` has in common with the name of its folder, `Org___tiny_texts`."""
+        return text.replace("/", "").replace("_", "").lower()
 
     try:
         return str(hub_client.ask_hub(lambda api: api.dataset_info(name, timeout=hub_client.TIMEOUT_SECONDS)).sha)
     except Exception as error:
-        if is_downloaded(name):
+        folder = Path(constants.HF_HOME, "datasets")  # the cache of `datasets`, whose import would take seconds
+        if folder.is_dir() and any(letters(path.name) == letters(name) for path in folder.iterdir()):
             return None
         nearest = nearest_path(Path(name))
         what = "neither a local file nor an earlier download, and the Hugging Face hub did not provide it"
@@ -699,16 +683,3 @@ def commit_or_download(name: str) -> str | None:
             what = "the Hugging Face hub has no data set of this name, or keeps it private"
             fix = "correct the name, or log in with `hf auth login`"
         raise DataError(what, where=name, fix=f"did you mean {nearest}?" if nearest else fix) from error
-
-
-def is_downloaded(name: str) -> bool:
-    """Whether the cache of `datasets` may hold `name`, without importing `datasets`, which takes seconds."""
-    from huggingface_hub import constants
-
-    folder = Path(constants.HF_HOME, "datasets")
-    return folder.is_dir() and any(_letters(path.name) == _letters(name) for path in folder.iterdir())
-
-
-def _letters(name: str) -> str:
-    """What `Org/TinyTexts` has in common with the name of its folder, `Org___tiny_texts`."""
-    return name.replace("/", "").replace("_", "").lower()

@@ -382,10 +382,6 @@ def _read_alpaca(row: SourceRow, schema: Schema) -> Sample:
     return Sample(row.place, _with_system(messages, row, schema))
 
 
-def _read_text(row: SourceRow, schema: Schema) -> Sample:
-    return Sample(row.place, text=_text(row, schema, "text"))
-
-
 def _read_tokens(row: SourceRow, schema: Schema) -> Sample:
     ids = _integers(row, schema, "input_ids")
     trained = np.ones(len(ids), dtype=np.bool_)
@@ -418,7 +414,7 @@ _READERS = {
     "sharegpt": _read_sharegpt,
     "completion": _read_completion,
     "alpaca": _read_alpaca,
-    "text": _read_text,
+    "text": lambda row, schema: Sample(row.place, text=_text(row, schema, "text")),
     "tokens": _read_tokens,
 }
 
