@@ -483,7 +483,7 @@ class PolicySection(Section):
     """Keep each layer's autograd graph until its backward, or keep only its input and recompute the layer."""
     activations_by_layer: KeepRows | None = None
     """Instead of `activations`: a row per layer with an entry per micro-batch: graph, chosen, attention, input,
-    offload_chosen, offload_attention, offload or drop; short lists repeat."""
+    offload_chosen, offload_attention, offload, disk or drop; short lists repeat."""
     offload_slots: PositiveInt | None = None
     """Device buffers for offloaded inputs, and as many again for offloaded outputs."""
     recompute_slots: PositiveInt | None = None

@@ -36,7 +36,7 @@ from megatrain.plan.cost import (
 from megatrain.plan.placement import PARTS, spread
 from megatrain.plan.question import Choice, CostKey, Estimate, Question, plus
 from megatrain.schedule.replay import DISK_STREAMS
-from megatrain.spec import NOT_OFFLOADED, ON_DISK, SAVED_BY, Keep, ModelSpec, Numerics, Policy, Work
+from megatrain.spec import NOT_OFFLOADED, SAVED_BY, Keep, ModelSpec, Numerics, Policy, Work
 
 KINDS: tuple[Keep, ...] = get_args(Keep)
 
@@ -142,13 +142,13 @@ def _kind_costs(
                 costs["slots"][keep] = max(costs["slots"][keep], offload_slots * (inputs + stored))
                 costs["reload"][keep] += crosses / hardware.fetch_bandwidth * factors["RELOAD"]
                 costs["offload"][keep] += crosses / hardware.grad_bandwidth * factors["OFFLOAD"]
-                copies = 1 + (DRAM_PASSES["WRITE"] if keep in ON_DISK else 0)
+                copies = 1 + (DRAM_PASSES["WRITE"] if keep == "disk" else 0)
                 costs["dram"][keep] += copies * crosses / host_dram_bandwidth(hardware)
-            if keep in ON_DISK:
-                costs["staging"][keep] = max(costs["staging"][keep], staging_slots * (inputs + stored))
+            if keep == "disk":
+                costs["staging"][keep] = max(costs["staging"][keep], staging_slots * inputs)
                 costs["read"][keep] += crosses / reading * factors["READ"]
                 costs["write"][keep] += crosses / writing * factors["WRITE"]
-            costs["disk" if keep in ON_DISK else "host"][keep] += crosses
+            costs["disk" if keep == "disk" else "host"][keep] += crosses
         costs["device"]["drop"] -= boundary
         costs["compute"]["drop"] += recomputed
     for name, added in _costs_of_sides(model, numerics, policy, work).items():
@@ -360,7 +360,7 @@ def _bytes_and_seconds(costs: KindCosts, parts: Any, inputs: Estimate, shares: b
     of the disk's seconds count in their own pass: replays of mixtures wait longer for the disk than it says.
     """
     used, slots = parts > 0, np.array(costs.slots)
-    to_disk = np.array([kind in ON_DISK for kind in KINDS])
+    to_disk = np.array([kind == "disk" for kind in KINDS])
     device = parts @ np.array(costs.device) + used @ slots
     host = parts @ np.array(costs.host) - used @ np.where(to_disk, 0.0, slots) + used @ np.array(costs.staging)
     host = host + (device if shares else 0.0)
@@ -392,13 +392,12 @@ def _pass_seconds(busy: Mapping[str, float], added: Mapping[str, Any], share: fl
 
 
 def _usable(saves_outputs: bool, shares: bool, on_disk: bool) -> Iterator[Keep]:
-    """The kinds that are tried. On the disk only inputs are: to recompute outputs takes less than to write and read
-    them. saves_outputs: whether layers have outputs to save; shares: whether the device shares memory, so that nothing
-    is offloaded to the host; on_disk: whether all layers have state on the disk. As long as one has all of its
-    state in host memory, to move that state makes room as well as to write inputs does."""
+    """The kinds that are tried. saves_outputs: whether layers have outputs to save; shares: whether the device shares
+    memory, so that nothing is offloaded to the host; on_disk: whether all layers have state on the disk. As long as one
+    has all of its state in host memory, to move that state makes room as well as to write inputs does."""
     for kind in KINDS:
-        if kind in ON_DISK:
-            if on_disk and kind not in SAVED_BY:
+        if kind == "disk":
+            if on_disk:
                 yield kind
         elif not (shares and kind in NOT_OFFLOADED) and (saves_outputs or kind not in SAVED_BY):
             yield kind

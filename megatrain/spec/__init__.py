@@ -8,7 +8,6 @@ from megatrain.spec.numerics import WEIGHT_NBYTES, Kernels, Numerics, Precision
 from megatrain.spec.policy import (
     IN_HOST,
     NOT_OFFLOADED,
-    ON_DISK,
     SAVED_BY,
     ActivationPlan,
     Keep,
@@ -27,7 +26,6 @@ from megatrain.spec.work import Batching, Work
 __all__ = [
     "IN_HOST",
     "NOT_OFFLOADED",
-    "ON_DISK",
     "SAVED_BY",
     "WEIGHT_NBYTES",
     "ActivationPlan",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from megatrain.errors import PlanError
 from megatrain.spec.limits import Nbytes
@@ -13,20 +13,18 @@ from megatrain.spec.model import ModelSpec
 from megatrain.spec.validate_fields import Bounds, check_fields
 
 ActivationPlan = Literal["keep", "recompute"]
-KeptInMemory = Literal["graph", "chosen", "attention", "input", "offload_chosen", "offload_attention", "offload"]
-KeptOnDisk = Literal["disk_chosen", "disk_attention", "disk"]
-Keep = Literal[KeptInMemory, KeptOnDisk, "drop"]
+Keep = Literal[
+    "graph", "chosen", "attention", "input", "offload_chosen", "offload_attention", "offload", "disk", "drop"
+]
 """What a layer's forward keeps for its backward: its autograd graph; its input and the outputs of large products and
-attention; its input and attention's output; its input; the same three in host memory, prefetched in time; the same
-three on the disk; or nothing, so that the input is recomputed from the nearest one below that was not dropped."""
+attention; its input and attention's output; its input; the same three in host memory, prefetched in time; its input on
+the disk; or nothing, so that the input is recomputed from the nearest one below that was not dropped."""
 SavedOutputs = Literal["chosen", "attention"]
 SAVED_BY: Mapping[Keep, SavedOutputs] = {
     "chosen": "chosen",
     "attention": "attention",
     "offload_chosen": "chosen",
     "offload_attention": "attention",
-    "disk_chosen": "chosen",
-    "disk_attention": "attention",
 }
 """The op outputs that each kind saves, for those that save any."""
 NOT_OFFLOADED: Mapping[Keep, Keep] = {
@@ -34,12 +32,8 @@ NOT_OFFLOADED: Mapping[Keep, Keep] = {
     "offload_chosen": "chosen",
     "offload_attention": "attention",
     "disk": "input",
-    "disk_chosen": "chosen",
-    "disk_attention": "attention",
 }
 """Kind that keeps in host memory or on the disk -> the same on the device."""
-ON_DISK: frozenset[Keep] = frozenset(get_args(KeptOnDisk))
-"""Those of them that keep on the disk."""
 UpdateTime = Literal["next_forward", "during_backward"]
 WaitFor = Literal["unit", "shard"]
 Tier = Literal["device", "host", "disk", "file"]
@@ -246,12 +240,12 @@ class Policy:
     @property
     def offloads(self) -> bool:
         """Whether inputs of layers are offloaded."""
-        return not (ON_DISK if self.shares_memory else NOT_OFFLOADED.keys()).isdisjoint(self.kept_shares)
+        return not ({"disk"} if self.shares_memory else NOT_OFFLOADED.keys()).isdisjoint(self.kept_shares)
 
     @property
     def uses_disk(self) -> bool:
         """Whether any state, or what any layer keeps, is on the disk."""
-        return any(each.uses_disk for each in self.placements) or not ON_DISK.isdisjoint(self.kept_shares)
+        return any(each.uses_disk for each in self.placements) or "disk" in self.kept_shares
 
     def offloads_in(self, model: ModelSpec) -> bool:
         """Whether inputs of layers are offloaded, those of a trained encoder of images included: always, since they
@@ -261,8 +255,7 @@ class Policy:
     @property
     def offloads_outputs(self) -> bool:
         """Whether outputs of single ops are offloaded."""
-        away = ON_DISK if self.shares_memory else NOT_OFFLOADED
-        return any(keep in away and keep in SAVED_BY for keep in self.kept_shares)
+        return not self.shares_memory and any(keep in NOT_OFFLOADED and keep in SAVED_BY for keep in self.kept_shares)
 
     @property
     def layer_slots(self) -> int:

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatrain.formatting import amount, clock, counted, duration, metric
-from megatrain.spec import NOT_OFFLOADED, ON_DISK, ModelSpec, Numerics, Placement, Policy
+from megatrain.spec import NOT_OFFLOADED, ModelSpec, Numerics, Placement, Policy
 from megatrain.train.events import (
     Ended,
     Evaluated,
@@ -148,7 +148,7 @@ def describe_activations(policy: Policy) -> str:
     words |= {"drop": "nothing"}
     shares = []
     for keep, count in counts.most_common():
-        where = " on the disk" if keep in ON_DISK else " in host memory" if keep in NOT_OFFLOADED else ""
+        where = " on the disk" if keep == "disk" else " in host memory" if keep in NOT_OFFLOADED else ""
         shares.append(f"{words[NOT_OFFLOADED.get(keep, keep)]} of {_share(count, counts.total())}{where}")
     return f"keeps {', '.join(shares)}"
 

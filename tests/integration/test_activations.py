@@ -35,7 +35,7 @@ FAMILIES = ("llama", "llama-tied", "mixtral-balanced", "gpt2")
 DROPOUT = {"resid_pdrop": 0.3, "embd_pdrop": 0.2, "attn_pdrop": 0.1}
 LAYERS = 4
 MIXED: tuple[tuple[Keep, ...], ...] = (("offload",), ("drop", "input"), ("drop", "offload", "graph"), ("drop",))
-ON_DISK: tuple[tuple[Keep, ...], ...] = (("disk", "offload"), ("drop",), ("disk_chosen", "disk"), ("disk_attention",))
+ON_DISK: tuple[tuple[Keep, ...], ...] = (("disk", "offload"), ("drop",), ("disk",), ("offload_attention",))
 
 
 def engine(

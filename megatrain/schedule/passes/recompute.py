@@ -3,9 +3,9 @@
 The policy says what each forward leaves (`spec.Keep`), per layer and micro-batch. Graphs, inputs and stored outputs
 are transient buffers on the device. An *offloaded* input goes through slots to host memory and back: ops name it as
 if it stayed on the device, and `disk_staging` adds OFFLOAD and RELOAD ops. If it is still in its slot when needed
-again, it never leaves. The same holds for offloaded outputs, which the forward packs into their slot. What waits on the
-*disk* takes one more step of the same kind: from a few slots in host memory by WRITE, and back by READ. In shared
-memory that is its only step.
+again, it never leaves. The same holds for offloaded outputs, which the forward packs into their slot. An input that
+waits on the *disk* takes one more step of the same kind: from a few slots in host memory by WRITE, and back by READ. In
+shared memory that is its only step.
 
 *Dropped* inputs form stretches above one that was not dropped, from which FORWARD ops recompute them. With as many
 slots as the stretch is long, one pass makes them all (Chen et al., 2016); with fewer, passes start from inputs
@@ -45,7 +45,7 @@ from megatrain.schedule.passes.workspace import (
     profile_of,
     runs_in_chunks,
 )
-from megatrain.spec import NOT_OFFLOADED, ON_DISK, SAVED_BY, Keep, ModelSpec, Numerics, Policy, Work
+from megatrain.spec import NOT_OFFLOADED, SAVED_BY, Keep, ModelSpec, Numerics, Policy, Work
 
 THROUGH_THE_BUS = Route(("RELOAD", "fetch"), ("OFFLOAD", "grad"))
 
@@ -168,7 +168,7 @@ class Activations:
         keep, readers = self._policy.keep(layer - 1, micro), self._readers.get(layer, ())
         if keep == "drop" and (layer == self._lowest or readers):
             return "input"
-        if self._policy.shares_memory and keep in ON_DISK and not readers:
+        if self._policy.shares_memory and keep == "disk" and not readers:
             return keep
         return NOT_OFFLOADED.get(keep, keep) if not self.leaves(layer, readers, micro) else keep
 
@@ -355,15 +355,13 @@ class Activations:
         policy says; more if one op needs several.
         """
         away = [key for key, keep in self._keeps.items() if keep in NOT_OFFLOADED]
-        on_disk = [key for key in away if self._keeps[key] in ON_DISK]
         saved, shares = [key for key in away if self._keeps[key] in SAVED_BY], self._policy.shares_memory
         of_kinds = {
             "": [self._offloaded(*key) for key in away],
             "/outputs": [self.stored(*key) for key in saved],
             "/sides": side_values,
         }
-        to_disk = {self._offloaded(*key).buffer for key in on_disk}
-        to_disk |= {self.stored(*key).buffer for key in on_disk if key in saved}
+        to_disk = {self._offloaded(*key).buffer for key in away if self._keeps[key] == "disk"}
         through_bus, through_host = dict[str, Staged](), dict[str, Staged]()
         at_a_time = self._policy.micro_batches_per_round or self._work.micro_batches
         place = partial(_staged, self._model, at_a_time)
