@@ -112,7 +112,8 @@ class ModelSection(Section):
     config: PathOrName | dict[str, Any] | None = None
     """Fresh model: the fields of its Hugging Face configuration, including `model_type`, or a file that holds them."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"] = "auto"
-    """Attention kernel; auto: the one transformers chooses for the model, which the plan shows."""
+    """Attention kernel; auto: the one transformers chooses for the model, which the plan shows. Without the package of
+    flash_attention_2 or flash_attention_3, `pip install kernels` loads a prebuilt kernel from the hub."""
     trust_remote_code: bool = False
     """Whether to run Python code that comes with the model."""
     verify: bool = True

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatrain.device import Device
 from megatrain.errors import BatchError
-from megatrain.model import Arguments
+from megatrain.model import Arguments, only_single_rows
 from megatrain.spec import Batching, ModelSpec, Work
 
 IGNORED = -100
@@ -282,6 +282,10 @@ def _check_positions(model: ModelSpec, batch: MicroBatch, where: str) -> None:
         raise BatchError(what, where=where, fix="give an integer tensor [batch, length]")
     if isinstance(positions, Tensor) and positions.min() < 0:
         raise BatchError(f"position_ids contains {int(positions.min())}", where=where, fix="give positions from 0 on")
+    single = only_single_rows(model.attention) and rows > 1 and mask is None
+    if single and isinstance(positions, Tensor) and (positions.diff() != 1).any():
+        what = f"{model.attention} tells packed samples apart only in a micro-batch of one row"
+        raise BatchError(what, where=where, fix="give each row in a micro-batch of its own, or use attention=sdpa")
     needed = int(positions.max()) + 1 if isinstance(positions, Tensor) else length  # fewer than `length` if packed
     if model.max_positions is not None and needed > model.max_positions:
         has = f"the model has {model.max_positions:,} positions"

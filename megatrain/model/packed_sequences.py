@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers.utils.generic import is_flash_attention_requested
 
 from megatrain.errors import ModelError, typed_line
 from megatrain.model.ports import takes
@@ -43,7 +44,7 @@ def why_not_packable(config: StockConfig, kind: type[StockModel] | None, attenti
 
 def only_single_rows(attention: str) -> bool:
     """Whether this kernel separates packed sequences only in micro-batches of one row."""
-    return attention.startswith("flash_attention")
+    return is_flash_attention_requested(requested_attention_implementation=attention)
 
 
 def _difference(twin: StockModel) -> float:

@@ -21,6 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from megatrain.model.chunked_layers import in_chunks, token_wise
 from megatrain.model.mapped_tensors import lazy_parameters, lazy_zeros
@@ -314,13 +317,25 @@ def _on_the_cpu(ported: PortedModel) -> Iterator[None]:
         ported.to_device(before)
 
 
+UNCAPPED = "sdpa_uncapped"
+"""sdpa as a stand-in for kernels that cap scores inside, which changes no shape. The library's refuses a cap."""
+
+
+def _uncapped(*args: Any, softcap: float | None = None, **kwargs: Any) -> Any:
+    return sdpa_attention_forward(*args, **kwargs)
+
+
+ALL_ATTENTION_FUNCTIONS.register(UNCAPPED, _uncapped)
+ALL_MASK_ATTENTION_FUNCTIONS.register(UNCAPPED, sdpa_mask)
+
+
 @contextmanager
 def portable_attention(skeleton: PreTrainedModel) -> Iterator[None]:
     """Use a kernel that exists on the CPU, where the tiny runs are; what they show does not depend on the kernel."""
     config = skeleton.config
     chosen = config._attn_implementation
     if chosen not in ("sdpa", "eager"):
-        config._attn_implementation = "sdpa"
+        config._attn_implementation = "sdpa" if skeleton._supports_sdpa else UNCAPPED
     try:
         yield
     finally:

@@ -23,13 +23,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.integrations.hub_kernels import load_and_register_attn_kernel
+from transformers.modeling_flash_attention_utils import FLASH_ATTN_KERNEL_FALLBACK
 from transformers.utils.import_utils import (
+    KERNELS_MAX_VERSION,
+    KERNELS_MIN_VERSION,
     is_flash_attn_2_available,
     is_flash_attn_3_available,
+    is_kernels_available,
     is_torch_flex_attn_available,
 )
 
-from megatrain.errors import ModelError
+from megatrain.errors import ModelError, first_line
 from megatrain.model.architecture import auto_class, model_class_of, plain_errors, refuse_other_configs
 from megatrain.model.dequantize import drop_quantization
 from megatrain.model.weight_sources import quiet
@@ -57,9 +62,10 @@ def blueprint(config: PreTrainedConfig, *, attention: str = "auto", trust_remote
     their values, on the CPU. `config` and the caller's random state are not changed.
 
     attention: the name of an implementation (`sdpa`, `eager`, `flash_attention_2`, `flash_attention_3` or
-    `flex_attention`), or `auto` for the config's choice, else the library's (`sdpa` if the model has it). Raises
-    `ModelError` if the model cannot use the one named, and for a config that does not describe a causal language model
-    with plain weights.
+    `flex_attention`), or `auto` for the config's choice, else the library's (`sdpa` if the model has it). For a flash
+    attention whose package is not installed the library takes a prebuilt kernel of the hub, and the model's config
+    names that one. Raises `ModelError` if the model cannot use the one named, and for a config that does not describe a
+    causal language model with plain weights.
     """
     return outline(config, attention=attention, trust_remote_code=trust_remote_code)[0]
 
@@ -110,7 +116,8 @@ def build(
             trust_remote_code=trust_remote_code,
             **({} if attention == "auto" else {"attn_implementation": attention}),
         )
-    if attention not in ("auto", used := model.config._attn_implementation):
+    used = model.config._attn_implementation
+    if attention != "auto" and used not in (attention, FLASH_ATTN_KERNEL_FALLBACK.get(attention)):
         raise ModelError(f"uses attention={used}, but {attention} was requested", where=where, fix=_ask_for(used))
     model.train()
     return model
@@ -199,22 +206,44 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ite
 
 
 def refuse_attention(config: PreTrainedConfig, attention: str, where: str) -> None:
-    """Raise `ModelError`, naming the alternatives, for an attention that the model or this machine does not have."""
+    """Raise `ModelError`, naming the alternatives, for an attention that the model or this machine does not have.
+
+    A prebuilt kernel is loaded to know: its builds are for some cards and versions of PyTorch only.
+    """
     model_class = model_class_of(config)
     if attention == "auto" or model_class is None:
         return  # the library, or the model's own code, decides
+    # Models that name compatible kernels have attention sinks. Other kernels leave sinks out, these give no gradient.
+    flash = model_class._supports_flash_attn and not model_class._compatible_flash_implementations
     choices = {
         "eager": True,
         "sdpa": model_class._supports_sdpa,
-        "flash_attention_2": model_class._supports_flash_attn and is_flash_attn_2_available(),
-        "flash_attention_3": model_class._supports_flash_attn and is_flash_attn_3_available(),
+        "flash_attention_2": flash and is_flash_attn_2_available(),
+        "flash_attention_3": flash and is_flash_attn_3_available(),
         "flex_attention": model_class._supports_flex_attn and is_torch_flex_attn_available(),
     }
-    if not choices.get(attention, False):
-        possible = [name for name, works in choices.items() if works]
+    what, fix = f"{model_class.__name__} cannot use attention={attention} here", _ask_for(*filter(choices.get, choices))
+    if attention == "flash_attention_3" and (dropout := _attention_dropout(config)):
         raise ModelError(
-            f"{model_class.__name__} cannot use attention={attention} here", where=where, fix=_ask_for(*possible)
+            f"{what}, since it has no dropout", where=where, fix=f"set {dropout} to 0 in the config, or {fix}"
         )
+    if choices.get(attention, False):
+        return
+    if not flash or attention not in choices or attention not in FLASH_ATTN_KERNEL_FALLBACK:
+        raise ModelError(what, where=where, fix=fix)
+    if not is_kernels_available():
+        package = f'"kernels>={KERNELS_MIN_VERSION},<{KERNELS_MAX_VERSION}"'
+        raise ModelError(what, where=where, fix=f"pip install {package}, which loads a prebuilt kernel, or {fix}")
+    try:
+        load_and_register_attn_kernel(name := FLASH_ATTN_KERNEL_FALLBACK[attention])
+    except Exception as failure:  # from the hub, or from the kernel's own code
+        raise ModelError(f"{what}: {name} does not load ({first_line(failure)})", where=where, fix=fix) from failure
+
+
+def _attention_dropout(config: PreTrainedConfig) -> str:
+    """The field that sets a dropout of attention, if one does."""
+    fields = config.get_text_config().to_dict()
+    return next((name for name, value in fields.items() if "att" in name and "drop" in name and value), "")
 
 
 def _ask_for(*attentions: str) -> str:

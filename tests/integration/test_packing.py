@@ -165,7 +165,9 @@ def test_models_that_separate_packed_samples_are_accepted(kind: str) -> None:
 
 def test_flash_attention_requires_single_rows() -> None:
     assert only_single_rows("flash_attention_2")
+    assert only_single_rows("kernels-community/vllm-flash-attn3")
     assert not only_single_rows("sdpa")
+    assert not only_single_rows("flex_attention")
 
 
 def test_written_samples_round_trip(samples: SampleFile, tmp_path: Path) -> None:
