@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +70,7 @@ RunOf = Callable[[int], Run]
 """Number of rows -> run of a layer."""
 ZerosOf = Callable[[Sequence[int], torch.dtype], Tensor]
 Record = Callable[[int], Recording]
+Profiles = TypeVar("Profiles")
 
 
 class Measurement:
@@ -118,11 +119,8 @@ class Measurement:
         row = self._ported.image_row
         if row is None or not row[1]:
             return prologue
-        measure = partial(profile_images, self._ported, *row)
         try:
-            with DeviceAttention() as otherwise:
-                images = measure()
-            here = measure() if otherwise.calls else images
+            images, here = _on_both(partial(profile_images, self._ported, *row))
         except NotAccepted:
             return prologue
         known, on_a_cpu = (self._beside_text(profile, prologue) for profile in (images, here))
@@ -133,11 +131,9 @@ class Measurement:
         row, count = self._ported.image_row, self._ported.structure.encoders
         if row is None or not count:
             return [LayerProfile()] * count
-        with DeviceAttention() as otherwise:
-            on_device = profile_encoder(self._ported, *row)
-        if not otherwise.calls:
+        on_device, here = _on_both(partial(profile_encoder, self._ported, *row))
+        if here is on_device:
             return on_device
-        here = profile_encoder(self._ported, *row)
         return [replace(one, others=(("cpu", other),)) for one, other in zip(on_device, here, strict=True)]
 
     def _beside_text(self, images: LayerProfile, prologue: LayerProfile) -> LayerProfile:
@@ -160,14 +156,8 @@ class Measurement:
             masked = profile_layer(layer, partial(self._run, called, padded, index), parts, short, most)
             return replace(profile, others=(("masked", masked), *profile.others))
 
-        profile = measure()
-        with SkipLargeProducts(), DeviceAttention() as otherwise, torch.no_grad():  # type: ignore[no-untyped-call]
-            self._run(called, whole, index, 1)(short[0])
-        if not otherwise.calls:
-            return profile
-        with DeviceAttention():
-            on_device = measure()
-        return replace(on_device, others=(("cpu", profile), *on_device.others))
+        on_device, here = _on_both(measure)
+        return on_device if here is on_device else replace(on_device, others=(("cpu", here), *on_device.others))
 
     def _calls(self) -> Callable[[Batching, int, int], Capture]:
         @cache
@@ -292,6 +282,13 @@ class Measurement:
         if ported.balance_coefficient is None or not told:  # a model that cannot be measured may still train
             return profile
         return replace(profile, balance=measured(partial(recorded_backward, balance, is_head=True), lengths)[0])
+
+
+def _on_both(measure: Callable[[], Profiles]) -> tuple[Profiles, Profiles]:
+    """What is measured as a GPU runs attention, and as a CPU does; one object if that is the same."""
+    with DeviceAttention() as otherwise:
+        on_device = measure()
+    return on_device, measure() if otherwise.calls else on_device
 
 
 def _as_long(side: Tensor, seen: int, tokens: int) -> Tensor:
