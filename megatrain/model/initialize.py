@@ -67,7 +67,7 @@ class FreshSource:
         for name, parameter in self.model.named_parameters():
             names.setdefault(storage_of(parameter), name)
         keys = [(names.get(storage_of(parameter)), parameter.nbytes) for parameter in self._registered]
-        order = [_Expected(name, nbytes) if name else None for name, nbytes in keys]
+        order = [(name, nbytes) if name else None for name, nbytes in keys]
         report = Report(progress, 2 * sum(parameter.numel() for parameter in self.model.parameters()))
         replay = _Replay(order, masters, report, where)
         with replay:
@@ -84,17 +84,6 @@ class FreshSource:
                 raise ModelError(f"its buffer {name} is drawn at random", where=where)
         require_all(written, units, where=where)
         report.end()
-
-
-@dataclass(frozen=True, slots=True)
-class _Expected:
-    """What the first construction found out about a parameter."""
-
-    name: str
-    nbytes: int
-
-
-_NOTHING = _Expected("", -1)
 
 
 @dataclass
@@ -118,11 +107,13 @@ class _Replay(TorchDispatchMode):
     They share one private mapping, whose pages exist from their first use until they are given back.
     """
 
-    def __init__(self, order: Sequence[_Expected | None], masters: Masters, report: Report, where: str) -> None:
+    def __init__(self, order: Sequence[tuple[str, int] | None], masters: Masters, report: Report, where: str) -> None:
+        """order: name and bytes of each parameter that the first construction has registered; `None` for one without
+        a name."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._order = iter(order)
         self._masters, self._report, self._where = masters, report, where
-        self._mapping = map_private(sum(whole_pages(due.nbytes) for due in order if due))
+        self._mapping = map_private(sum(whole_pages(due[1]) for due in order if due))
         self._used_nbytes = 0
         self._slots: dict[int, _Slot] = {}  # by storage
         self._held: list[_Slot] = []
@@ -135,8 +126,8 @@ class _Replay(TorchDispatchMode):
         key = storage_of(parameter)
         if key in self._slots or hasattr(parameter, "_left_alone"):
             return parameter
-        due = next(self._order, _NOTHING)
-        if due is _NOTHING or (due and due.nbytes != parameter.nbytes):
+        due = next(self._order, ("", -1))
+        if due and due[1] != parameter.nbytes:
             raise ModelError("is not built the same way twice", where=self._where)
         is_dense = torch.empty_like(parameter.data, device="meta").stride() == parameter.stride()
         if due is None or not parameter.numel() or not is_dense:
@@ -150,10 +141,10 @@ class _Replay(TorchDispatchMode):
             whole.copy_(parameter.data)
         self._moved_from.add(parameter)
         parameter.data = whole
-        slot = _Slot(due.name, whole, self._used_nbytes, held=not is_blank, changed=not is_blank)
+        slot = _Slot(due[0], whole, self._used_nbytes, held=not is_blank, changed=not is_blank)
         self._slots[storage_of(whole)] = slot
         self._held = [slot] if slot.held else []
-        self._used_nbytes += whole_pages(due.nbytes)
+        self._used_nbytes += whole_pages(due[1])
         return parameter
 
     def finish(self, model: PreTrainedModel) -> set[str]:
