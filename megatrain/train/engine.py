@@ -42,7 +42,6 @@ from megatrain.model.ports import without_adapter
 from megatrain.model.pretrained import look_first
 from megatrain.model.skeleton import on_the_cpu
 from megatrain.optim import Optimizer
-from megatrain.plan import Choice
 from megatrain.spec import ModelSpec, Numerics, Policy, Precision
 from megatrain.spec.validate_fields import checked
 from megatrain.train.async_save import Save
@@ -489,13 +488,12 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
         Raises `ExportError`, and `DoesNotFit` without memory for a piece of the state in float32.
         """
         self.parts.settle()
-        frozen, choice = dict[str, str](), Choice(self.numerics, self.policy)
+        frozen, seed = dict[str, str](), self.parts.streamer.context.seed
         if self.parts.ported.adapter is not None:
             frozen = {BASE: self.parts.store.frozen_checksum()}
         elif self.structure.trained_numel < self.structure.numel:
             frozen = {FROZEN: self.parts.store.frozen_checksum()}
-        seed, names = self.parts.streamer.context.seed, self.parts.pool.units
-        kept = as_saved(self.parts.optimizer, choice, self.steps, seed, names, training or {}, frozen)
+        kept = as_saved(self.parts.optimizer, self.numerics, self.steps, seed, training or {}, frozen)
         facts = CheckpointFacts(self.steps if step is None else step, kept, score, write_more)
         return self.saver.begin(folder, facts, self.policy, then)
 

@@ -8,13 +8,12 @@ if something has changed.
 
 from __future__ import annotations
 
-import json
-import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from difflib import get_close_matches
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from platform import python_version
 from typing import Any, Literal
 
 import numpy as np
@@ -31,8 +30,7 @@ from megatrain.model.carried import carried_by
 from megatrain.model.weight_sources import Masters, Report, listed
 from megatrain.optim import Optimizer, optimizer_from
 from megatrain.optim.optimizer import OLDEST
-from megatrain.plan import Choice
-from megatrain.spec import ModelSpec, Numerics, ParamSpec, Part, Policy
+from megatrain.spec import ModelSpec, Numerics, ParamSpec, Part
 from megatrain.spec.validate_fields import checked
 from megatrain.train.optimizer import StreamedOptimizer
 from megatrain.version import __version__
@@ -42,6 +40,7 @@ ENGINE, CALLER = "engine", "run"
 BASE, FROZEN = "base", "frozen"
 """The engine's checksum of weights that do not train: of those below an adapter, and of those in the checkpoint."""
 LIBRARIES = ("torch", "transformers", "numpy")
+"""What numbers depend on besides Python and MegaTrain."""
 
 NewMoments = Literal["refuse", "zero"]
 """Treatment of parameters that train now but did not in the checkpoint."""
@@ -53,49 +52,30 @@ ZEROS = (
 
 def as_saved(
     streamed: StreamedOptimizer,
-    choice: Choice,
+    numerics: Numerics,
     steps: int,
     seed: int,
-    names: list[str],
     training: Mapping[str, Any],
     frozen: Mapping[str, str],
 ) -> dict[str, Any]:
     """The engine's state other than tensors, its versions and settings, and a copy of the caller's `training`.
 
-    names: of the units. frozen: the checksum of the weights that do not train, if there are any, as `base` if the
-    checkpoint has only an adapter and as `frozen` if they are in it.
+    frozen: the checksum of the weights that do not train, if there are any, as `base` if the checkpoint has only an
+    adapter and as `frozen` if they are in it.
     """
     facts = {
         "steps": steps,
         "updates": streamed.updates,
-        "applied": {name: version.applied for name, version in zip(names, streamed.versions, strict=True)},
         "missed": {name: count for version in streamed.versions for name, count in version.missed.items()},
         "seed": seed,
         "max_grad_norm": streamed.max_grad_norm,
         "optimizer": streamed.algorithm.as_json(),
-        "numerics": as_json(choice.numerics),
-        "policy": as_json(choice.policy),
-        "versions": versions(),
+        "numerics": asdict(numerics),
+        "versions": {"python": python_version(), "megatrain": __version__}
+        | {name: version(name) for name in LIBRARIES},
         **frozen,
     }
     return {ENGINE: facts, CALLER: _as_now(dict(training))}
-
-
-def versions() -> dict[str, str]:
-    """Versions of everything that affects numbers."""
-    known = {"python": platform.python_version(), "megatrain": __version__}
-    for name in LIBRARIES:
-        try:
-            known[name] = version(name)
-        except PackageNotFoundError:
-            known[name] = "unknown"
-    return known
-
-
-def as_json(value: Numerics | Policy) -> dict[str, Any]:
-    """One of these in the form for `training.json`."""
-    plain: dict[str, Any] = json.loads(json.dumps(asdict(value)))  # JSON turns tuples into lists
-    return plain
 
 
 def facts_in(checkpoint: Checkpoint) -> Mapping[str, Any]:

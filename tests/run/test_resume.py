@@ -8,6 +8,7 @@ import json
 import signal
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,13 +27,12 @@ from megatrain.errors import CheckpointError, ConfigError, DataError, NonFinite
 from megatrain.optim import Lion
 from megatrain.run.resume import as_begun, changes_between, refuse_changes
 from megatrain.run.training import run_training
-from megatrain.spec import Numerics, Policy
+from megatrain.spec import Numerics
 from megatrain.system import atomic
 from megatrain.train.async_save import Save, Saver
 from megatrain.train.engine import Engine, StepOutput
 from megatrain.train.loop import Feed
 from megatrain.train.metrics import JsonLines
-from megatrain.train.restore import as_json
 from tests.run.test_training import configuration, lines, losses, train
 from tests.tiny import BYTE_LLAMA, equal
 
@@ -64,7 +64,7 @@ def steps_in(folder: Path) -> list[int]:
 
 def on_paper(folder: Path, config: dict[str, Any], step: int = 1, **engine: Any) -> Checkpoint:
     """A checkpoint of a run with that configuration, as far as its going on is decided."""
-    engine = engine or {"numerics": as_json(Numerics()), "policy": as_json(Policy())}
+    engine = engine or {"numerics": asdict(Numerics())}
     training = {"run": {"step": step, "data": {}, "config": config}, "engine": engine}
     return cast(Checkpoint, SimpleNamespace(training=training, folder=folder))
 
@@ -244,9 +244,9 @@ def test_a_key_that_the_checkpoint_does_not_know_was_at_its_default(tmp_path: Pa
 
 def test_a_run_keeps_its_numerics_on_resume(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    numerics, policy = as_json(Numerics("fp32", loss_chunk_tokens=77, mlp_chunk_tokens=9)), as_json(Policy())
-    engine = {"numerics": numerics, "policy": policy}
-    begun = as_begun(config, on_paper(tmp_path, config.model_dump(mode="json"), **engine)).policy.overrides
+    numerics = asdict(Numerics("fp32", loss_chunk_tokens=77, mlp_chunk_tokens=9))
+    taken = on_paper(tmp_path, config.model_dump(mode="json"), numerics=numerics)
+    begun = as_begun(config, taken).policy.overrides
     assert (begun["loss_chunk_tokens"], begun["mlp_chunk_tokens"], begun["kernels"]) == (77, 9, "stock")
     assert "weight_slots" not in set(begun) - set(config.policy.overrides)
 
