@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import io
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -90,7 +90,7 @@ from megatrain.system.environment import seconds_to_stop
 from megatrain.system.locks import Claim
 from megatrain.train.checkpoints import Checkpoints, LowestLoss, found_by_first
 from megatrain.train.engine import Engine
-from megatrain.train.events import Ended, Event, Resumed, StoppedEarly, Watcher
+from megatrain.train.events import Ended, Event, Resumed, StoppedEarly, Watcher, tell_all
 from megatrain.train.loop import BetweenSteps, Feed, RunSteps, Task, train
 from megatrain.train.metrics import OPTIONAL, JsonLines, Tracked, identity_of, open_tracker
 from megatrain.train.options import EngineOptions, SourceInUnits, optimizer_of, ported_of
@@ -161,7 +161,9 @@ def _run_training(
             split = SourceInUnits(source, _ported(config, source, of_checkpoint=resumed is not None))
             plan = _plan(config, split.ported, device, ranks, resumed, images)
         config = _resolved(config, plan, ranks)
-        corpus = _corpus(config, plan, tokenizer, source.model, ranks, console, begun)
+        with preparing(console) as told:
+            size, encoding = _vocabulary(source.model), Encoding(begun, told)
+            corpus = open_corpus(config, plan, tokenizer, size, source.model, ranks.world, encoding)
         stack.callback(_close, corpus, say)
         feed = Feed(corpus.loader)
         begins = 0 if resumed is None else resume.take_up_data(feed, resumed, config, say)
@@ -281,20 +283,6 @@ def _looked_at(
     with preparing(console) as told:
         encoding = Encoding(begun, told)
         return begun, largest_image_row(config, tokenizer, _vocabulary(model), model, encoding)
-
-
-def _corpus(
-    config: Config,
-    plan: Plan,
-    tokenizer: Tokenizer,
-    model: Any,
-    ranks: Ranks,
-    console: Console,
-    begun: Mapping[str, Any],
-) -> Corpus:
-    with preparing(console) as told:
-        encoding = Encoding(begun, told)
-        return open_corpus(config, plan, tokenizer, _vocabulary(model), model, ranks.world, encoding)
 
 
 def _close(corpus: Corpus, say: Callable[[str], None]) -> None:
@@ -570,9 +558,9 @@ def _train(
                 engine.diagnostics.trace(config.folder / TRACE, steps=1)
     watchers += [run.ranks.follow, StopsInTime(seconds_to_stop(), partial(warn, console))]
     if resumed is not None:
-        _tell(watchers, Resumed(start, run.steps, str(resumed.folder)))
+        tell_all(watchers, Resumed(start, run.steps, str(resumed.folder)))
     if train_.on_nonfinite == "rollback" and checkpoints.step < 0:
-        _tell(watchers, *checkpoints.finish(start))
+        tell_all(watchers, *checkpoints.finish(start))
     if engine.policy.update == "next_forward":
         engine.parts.streamer.region = stop.region  # an interrupted step counts as not started, and repeats bit for bit
     planned_steps = RunSteps(
@@ -583,7 +571,7 @@ def _train(
         tasks=_tasks(config, run, start),
         should_stop=lambda: checkpoints.lowest.is_over or any(engine.world.exchange("a stop", stop.requested)),
         undo=run.feed.put_back,
-        keep=lambda step: _tell(watchers, *checkpoints.finish(step)) if saves_alone else None,
+        keep=lambda step: tell_all(watchers, *checkpoints.finish(step)) if saves_alone else None,
         nonfinite_limit=_nonfinite_limit(train_, engine),
         recover=checkpoints.roll_back if train_.on_nonfinite == "rollback" else None,
     )
@@ -592,17 +580,11 @@ def _train(
             with stop.interruptible():
                 ended = train(engine, run.feed, planned_steps, loss_of(config), watchers, between)
         except Exception:
-            _tell(watchers, *checkpoints.settle())
+            tell_all(watchers, *checkpoints.settle())
             raise
         if config.checkpoint.every:
-            _tell(watchers, *checkpoints.finish(ended.step, stop.remaining_seconds()))
-    return ended, partial(_tell, watchers)
-
-
-def _tell(watchers: Sequence[Watcher], *events: Event) -> None:
-    for event in events:
-        for watch in watchers:
-            watch(event)
+            tell_all(watchers, *checkpoints.finish(ended.step, stop.remaining_seconds()))
+    return ended, partial(tell_all, watchers)
 
 
 def _tasks(config: Config, run: _Run, start: int) -> list[Task]:

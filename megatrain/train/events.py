@@ -245,3 +245,10 @@ Event = (
     | Ended
 )
 Watcher = Callable[[Event], None]
+
+
+def tell_all(watchers: Sequence[Watcher], *events: Event | None) -> None:
+    for event in events:
+        if event is not None:
+            for watch in watchers:
+                watch(event)

@@ -20,7 +20,7 @@ from megatrain.data.loader import Loader
 from megatrain.dist import World
 from megatrain.errors import NonFinite
 from megatrain.train.engine import Engine
-from megatrain.train.events import Ended, Event, RolledBack, Skipped, StepOutput, Stepped, Watcher
+from megatrain.train.events import Ended, Event, RolledBack, Skipped, StepOutput, Stepped, Watcher, tell_all
 from megatrain.train.stop import OutOfTime
 
 MicroBatches = Sequence[Mapping[str, Any]]
@@ -84,7 +84,7 @@ def train(
     loss_fn: as of `Engine.step`. Raises `NonFinite` after `between.nonfinite_limit` failed steps in a row, and at once
     if weights are not finite and there are no others to go back to.
     """
-    tell, feed, steps, diagnostics = partial(_tell, watchers), iter(batches), course.steps, engine.diagnostics
+    tell, feed, steps, diagnostics = partial(tell_all, watchers), iter(batches), course.steps, engine.diagnostics
     peak_flops = diagnostics.peak_flops()
     done, in_a_row, failed, restored = course.start, 0, 0, course.start
     recover, should_stop = between.recover, between.should_stop
@@ -135,12 +135,6 @@ def train(
     ended = Ended(done, steps, clock() - began)
     tell(ended)
     return ended
-
-
-def _tell(watchers: Sequence[Watcher], event: Event | None) -> None:
-    if event is not None:
-        for watch in watchers:
-            watch(event)
 
 
 class _Measured(NamedTuple):
