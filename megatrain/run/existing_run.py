@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING
 from megatrain.checkpoint.listing import checkpoints, step_of
 from megatrain.config import Config
 from megatrain.errors import ConfigError, ExportError
-from megatrain.formatting import counted
 from megatrain.system.atomic import vanish
 from megatrain.system.locks import Claim
-from megatrain.system.paths import read_json, usable_path
-from megatrain.train.status import STATUS
+from megatrain.system.paths import usable_path
 
 if TYPE_CHECKING:
     from megatrain.checkpoint.load import Checkpoint
@@ -89,8 +87,6 @@ def has_model(config: Config) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Goes:
-    """What this run would delete of an earlier one."""
-
     names: tuple[str, ...] = ()
     """Its model and checkpoints, in words; empty if there are none."""
     kind: str = ""
@@ -110,22 +106,11 @@ def _what_goes(config: Config, resumed: Checkpoint | None) -> _Goes:
     if not has_model(config):
         fix = "set resume=auto to continue it, output.folder=NEW"
         return _Goes(_steps(steps), "holds an earlier run", config.checkpoints, fix, has_metrics)
-    step = _step_in_status(config.folder)
-    done = "" if step is None else f" of {counted(step, 'step')}"
-    names = (f"the model{done}", *_steps(steps))
+    names = ("the model", *_steps(steps))
     length = "train.epochs" if config.train.steps is None else "train.steps"
     longer = f", resume=auto with more {length} to extend it" if steps else ""
     fix = f"set output.folder=NEW{longer}"
     return _Goes(names, "holds a finished run", config.folder, fix, has_metrics)
-
-
-def _step_in_status(folder: Path) -> int | None:
-    """The last step of the run in a folder, if its `status.json` says so."""
-    try:
-        step = read_json(folder / STATUS)["step"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return step if isinstance(step, int) else None
 
 
 def _names(config: Config, resumed: Checkpoint) -> bool:
@@ -134,7 +119,6 @@ def _names(config: Config, resumed: Checkpoint) -> bool:
 
 
 def _steps(steps: Sequence[int]) -> tuple[str, ...]:
-    """Checkpoints of these steps in words; empty if there are none."""
     if not steps:
         return ()
     if len(steps) > MOST_NAMED:

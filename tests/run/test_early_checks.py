@@ -43,7 +43,7 @@ def test_early_checks_import_no_slow_library(tmp_path: Path) -> None:
         "give 2,097,152 or less",
         "train.stps=3": "unknown key train.stps; did you mean train.steps?",
         f"output.folder={tmp_path}/corpus.txt/run": "corpus.txt is not a folder",
-        f"output.folder={tmp_path}/old": "old: holds a finished run: the model of 2 steps",
+        f"output.folder={tmp_path}/old": "old: holds a finished run: the model",
         f"resume={tmp_path}/gone": "gone: there is no such checkpoint",
     }
     lines = before_torch_import.told([f"train {tmp_path}/config.yaml {mistake}" for mistake in told], tmp_path)

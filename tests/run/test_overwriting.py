@@ -27,7 +27,7 @@ def said_by(config: Any) -> str:
 def test_a_finished_run_is_not_overwritten_by_a_repeat(tmp_path: Path) -> None:
     train(quick(tmp_path))
     before = tree(tmp_path / "run")
-    words = r"run: holds a finished run: the model of 2 steps and the checkpoints of steps 1, 2; "
+    words = r"run: holds a finished run: the model and the checkpoints of steps 1, 2; "
     fixes = r"set output\.folder=NEW, resume=auto with more train\.steps to extend it, or output\.overwrite=true"
     for again in (quick(tmp_path), quick(tmp_path, train={"steps": 1})):
         with pytest.raises(ConfigError, match=words + fixes):
@@ -38,7 +38,7 @@ def test_a_finished_run_is_not_overwritten_by_a_repeat(tmp_path: Path) -> None:
 def test_files_to_be_deleted_are_listed_first(tmp_path: Path) -> None:
     train(quick(tmp_path))
     said = said_by(quick(tmp_path, train={"steps": 1}, output={"overwrite": True}))
-    goes = "the model of 2 steps and the checkpoints of steps 1, 2"
+    goes = "the model and the checkpoints of steps 1, 2"
     told = said.index(f"output.overwrite=true: replacing {goes} in {tmp_path / 'run'} and its metrics")
     assert told < said.index("step 1/1")
     assert steps_in(tmp_path / "run") == [1]
@@ -53,7 +53,7 @@ def test_overwrite_consent_is_not_saved_in_the_config(tmp_path: Path) -> None:
 def test_without_checkpoints_extending_is_not_suggested(tmp_path: Path) -> None:
     train(quick(tmp_path, checkpoint={"every": 0}))
     for resume in (None, "auto"):
-        with pytest.raises(ConfigError, match=r"the model of 2 steps; set output\.folder=NEW, or output"):
+        with pytest.raises(ConfigError, match=r"the model; set output\.folder=NEW, or output"):
             train(quick(tmp_path, resume=resume, checkpoint={"every": 0}))
 
 
@@ -64,11 +64,11 @@ def test_a_branch_does_not_replace_another_run(tmp_path: Path) -> None:
     before = tree(tmp_path / "other")
     taken = str(tmp_path / "run" / "checkpoints" / "step-00000002")
     for steps in (2, 3):
-        with pytest.raises(ConfigError, match=r"other: holds a finished run: the model of 2 steps and the checkpoints"):
+        with pytest.raises(ConfigError, match=r"other: holds a finished run: the model and the checkpoints"):
             train(quick(tmp_path, "other", resume=taken, train={"steps": steps}))
     assert tree(tmp_path / "other") == before
     said = said_by(quick(tmp_path, "other", resume=taken, train={"steps": 3}, output={"overwrite": True}))
-    assert "replacing the model of 2 steps and the checkpoints of steps 1, 2" in said
+    assert "replacing the model and the checkpoints of steps 1, 2" in said
     assert steps_in(tmp_path / "other") == [3]
     assert steps_in(tmp_path / "run") == [1, 2]
 
