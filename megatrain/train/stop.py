@@ -17,8 +17,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-HANGUP: int | None = getattr(signal, "SIGHUP", None)
-SIGNALS = (signal.SIGINT, signal.SIGTERM, *(() if HANGUP is None else (HANGUP,)))
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NOTICE = b"\nstopping after this step; once more to leave at once, without saving\n"
 SOONEST = 0.01
 """Earliest interrupt after the signal, in seconds."""
@@ -44,8 +43,8 @@ class StopSignals:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        ignored = {HANGUP} if HANGUP is not None and signal.getsignal(HANGUP) is signal.SIG_IGN else set()
-        self._previous = {number: signal.signal(number, self._note) for number in SIGNALS if number not in ignored}
+        heard = SIGNALS if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else SIGNALS[:2]
+        self._previous = {number: signal.signal(number, self._note) for number in heard}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -54,7 +53,7 @@ class StopSignals:
     @contextmanager
     def interruptible(self) -> Iterator[None]:
         """In the block, the deadline may interrupt what runs in a `region`."""
-        if self.deadline_seconds is None or not hasattr(signal, "SIGALRM"):
+        if self.deadline_seconds is None:
             yield
             return
         before = signal.signal(signal.SIGALRM, self._interrupt)
@@ -89,7 +88,7 @@ class StopSignals:
         if self.requested:  # another hangup
             return
         self.requested, self._requested_at = True, time.monotonic()
-        self._restore(self._previous.keys() - {HANGUP})
+        self._restore(self._previous.keys() - {signal.SIGHUP})
         with suppress(OSError):  # the terminal may be gone
             os.write(2, NOTICE)  # not `print`: the signal may have interrupted one
         if self._armed:
