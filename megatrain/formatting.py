@@ -5,14 +5,14 @@ from __future__ import annotations
 SECONDS_PER_DAY = 86_400.0
 
 
-def _three_digits(number: float) -> str:
-    """About three digits, with thousands separators."""
+def rate(number: float) -> str:
+    """About three digits, with thousands separators: `2,034`, `10.4`."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.2f}"
 
 
 def _scaled(number: float, units: tuple[tuple[float, str], ...]) -> str:
     size, unit = next(((size, unit) for size, unit in units if number >= size * 0.9995), units[-1])
-    return f"{_three_digits(number / size)} {unit}"
+    return f"{rate(number / size)} {unit}"
 
 
 def amount(nbytes: float) -> str:
@@ -41,7 +41,7 @@ def duration(seconds: float) -> str:
     """`7.28 s`, `94.0 s`, `41.0 days`: in the largest unit of which there are at least two."""
     for size, unit in ((31_557_600.0, "years"), (SECONDS_PER_DAY, "days"), (3_600.0, "hours"), (60.0, "minutes")):
         if seconds >= 2 * size:
-            return f"{_three_digits(seconds / size)} {unit}"
+            return f"{rate(seconds / size)} {unit}"
     return _scaled(seconds, ((1.0, "s"), (1e-3, "ms")))
 
 
@@ -52,11 +52,6 @@ def clock(seconds: float) -> str:
     days, hour = divmod(hours, 24)
     text = f"{hour}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
     return f"{days} d {text}" if days else text
-
-
-def rate(per_second: float) -> str:
-    """A rate without its unit: `2,034`, `10.4`."""
-    return _three_digits(per_second)
 
 
 def tokens(count: float) -> str:

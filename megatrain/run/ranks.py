@@ -7,7 +7,6 @@ the link between ranks is timed if its bandwidth is unknown. The steps themselve
 
 from __future__ import annotations
 
-import hashlib
 import signal
 import socket
 import time
@@ -32,6 +31,7 @@ from megatrain.spec import Hardware
 from megatrain.system.environment import find_launch
 from megatrain.train.events import Ended, Event, Resumed, Saved, Skipped, Stepped
 from megatrain.train.options import threads_of
+from megatrain.train.parity import own_sources
 
 if TYPE_CHECKING:
     from megatrain.device import Device
@@ -213,11 +213,8 @@ def joined(config: Config) -> Ranks:
 def _libraries() -> dict[str, str]:
     """What numbers and the order of collectives come from, besides the configuration. Machines of one cluster may have
     environments of their own, of which one was forgotten."""
-    package, sources = Path(__file__).parents[1], hashlib.blake2b(digest_size=6)
-    for path in sorted(package.rglob("*.py")):
-        sources.update(path.read_bytes())
     versions = {name: version(name) for name in ("torch", "transformers")}
-    return {**versions, "megatrain with the sources": sources.hexdigest()}
+    return {**versions, "megatrain with the sources": own_sources()[:12]}
 
 
 def _rows(tree: Mapping[str, Any], above: str = "") -> dict[str, object]:

@@ -65,14 +65,12 @@ class LowestLoss:
 
     @property
     def why(self) -> str:
-        """Why the run ends, as text."""
         by = f" by more than {self.threshold:g}" if self.threshold else ""
         times = "1 measurement" if self.waited == 1 else f"{self.waited} measurements"
         lowest = f"; the lowest was {self.loss:.4g}, after step {self.step:,}" if self.step >= 0 else ""
         return f"the validation loss has not fallen{by} in {times}{lowest}"
 
     def state(self) -> dict[str, Any]:
-        """Its state in plain values."""
         loss = self.loss if self.step >= 0 else None
         return {"of": self.of, "since": self.since, "loss": loss, "step": self.step, "waited": self.waited}
 
@@ -219,22 +217,17 @@ class Checkpoints:
     def _begun(self, step: int) -> Warned | None:
         """Start a save, or report why not. With several ranks this raises, since the others' saves wait for this
         one's."""
+        self._tried = step
+        training = {"step": step, "data": self.feed.state(), "validation": self.lowest.state(), **self.facts}
+        score = self._score[1] if self._score is not None and self._score[0] == step else None
+        told: dict[str, Any] = {"step": step, "score": score, "write_more": self.write_more}
         try:
-            self._begin(step)
+            self._save = self.engine.save(self.folder, training, then=lambda _: self._prune(), **told)
         except MegaTrainError as error:
             if self.engine.world.size > 1:
                 raise
             return Warned(step, f"not saved: {error}")
         return None
-
-    def _begin(self, step: int) -> Save:
-        self._tried = step
-        training = {"step": step, "data": self.feed.state(), "validation": self.lowest.state(), **self.facts}
-        score = self._score[1] if self._score is not None and self._score[0] == step else None
-        self._save = self.engine.save(
-            self.folder, training, step=step, score=score, write_more=self.write_more, then=lambda _: self._prune()
-        )
-        return self._save
 
     def _prune(self) -> None:
         """On the writing thread, since removing takes time too."""
@@ -244,7 +237,6 @@ class Checkpoints:
             self._untold.append(Warned(max(self.step, 0), str(error)))
 
     def _is_over_by(self, ends: float | None) -> bool:
-        """Wait for the save in progress, until `time.monotonic` reaches `ends`."""
         assert self._save is not None
         try:
             self._save.wait(None if ends is None else max(0.0, ends - time.monotonic()))

@@ -60,16 +60,12 @@ OFFLOADED: tuple[tuple[Keep, ...], ...] = (("offload_chosen", "attention"),)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One step to compute: its name and its micro-batches."""
-
     name: str
     micro_batches: tuple[MicroBatch, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One way to compute it."""
-
     name: str
     device: str
     numerics: Numerics
@@ -221,8 +217,6 @@ EPSILON = torch.finfo(torch.float32).eps
 
 
 class Computes(Protocol):
-    """What the comparison needs from an engine."""
-
     def gradients(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]: ...
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> float: ...
@@ -327,13 +321,11 @@ def truth(model: StockModel, micro_batches: Sequence[MicroBatch]) -> Answers:
 
 
 def _with_shares(micro_batches: Sequence[MicroBatch]) -> list[tuple[MicroBatch, float]]:
-    """Each micro-batch with its share of the step's target tokens."""
     counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in micro_batches]
     return [(batch, count / sum(counts)) for batch, count in zip(micro_batches, counts, strict=True)]
 
 
 def adds_for_routers(model: StockModel) -> bool:
-    """Whether the model's loss includes a router auxiliary loss."""
     return bool(getattr(model.config, "output_router_logits", False))
 
 
@@ -718,7 +710,7 @@ def _digest(kind: type, config: StockConfig, kernel: str, adapter: Adapter | Non
         str(config._experts_implementation),
         *(version(library) for library in ("transformers", "torch")),
         _source_of(kind),
-        _own_sources(),
+        own_sources(),
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -733,8 +725,7 @@ def _source_of(kind: type) -> str:
 
 
 @cache
-def _own_sources() -> str:
-    """Digest of MegaTrain's own source files."""
+def own_sources() -> str:
     package = Path(__file__).resolve().parent.parent
     every = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):

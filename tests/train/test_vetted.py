@@ -89,7 +89,7 @@ def test_relevant_changes_require_another_verification(
     elif what == "library":
         monkeypatch.setattr(parity, "version", lambda library: "another")
     else:
-        monkeypatch.setattr(parity, "_own_sources", lambda: "edited")
+        monkeypatch.setattr(parity, "own_sources", lambda: "edited")
     assert short_check(model, make, tmp_path) == Checked("checked")
 
 
