@@ -218,7 +218,7 @@ def _products(name: str, model: Any, ids: Any, precision: str, clip: float | Non
             return func(*args, **kwargs or {})
 
     step, _ = _plain(PLAIN, model, ids, precision, clip)
-    with Recorder():
+    with Recorder():  # type: ignore[no-untyped-call]
         loss = step()
 
     def products() -> float:

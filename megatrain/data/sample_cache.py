@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -183,7 +183,7 @@ def is_sample_file(path: Path) -> bool:
     return all(path.with_suffix(suffix).is_file() for suffix in (".bin", ".json", TABLE))
 
 
-def _ids_of(samples: Iterator[EncodedSample], path: Path, *, has_images: bool) -> Iterator[TokenArray]:
+def _ids_of(samples: Iterator[EncodedSample], path: Path, *, has_images: bool) -> Generator[TokenArray]:
     """The ids of all samples; what else there is of them is written to the table meanwhile."""
     import pyarrow
 

@@ -121,7 +121,7 @@ class WithoutCudnnAttention:
     """
 
     def __enter__(self) -> None:
-        self._before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+        self._before = torch.backends.cuda.cudnn_sdp_enabled()
         torch.backends.cuda.enable_cudnn_sdp(False)
 
     def __exit__(self, *failure: object) -> None:

@@ -171,6 +171,9 @@ class Search:
         for knob in ("layer_parts", "weight_parts", "grad_slots"):
             if on_disk and knob in self._space.knobs if knob == "grad_slots" else best.get(knob):
                 best = self._along(best, knob, lambda point: replayed(point, self.price(point)))
+        if best.layer_parts:  # with all of it there, no update runs on the host: slower steps may lie before that
+            whole = best.change(layer_parts=self._space.knobs["layer_parts"][-1])
+            replayed(whole, self.price(whole))
         return plans
 
     def _correct(self, option: Option, plan: Plan) -> None:
