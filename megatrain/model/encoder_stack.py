@@ -27,7 +27,7 @@ from megatrain.model.ports import Call, Capture, Port, PortedModel, Script, Weig
 from megatrain.model.profile import portable_attention
 from megatrain.model.recomputed_encoders import outermost_lists
 from megatrain.model.user_patches import Buffers
-from megatrain.model.weight_reads import TO_THE_END, OrderOfUse, ReadByProducts, Uses, in_order_of_use, reachable_leaves
+from megatrain.model.weight_reads import OrderOfUse, ReadByProducts, Uses, in_order_of_use, reachable_leaves
 from megatrain.spec import ModelSpec, ParamSpec, UnitSpec
 
 WHERE = "the encoder of images"
@@ -293,7 +293,7 @@ def _with_encoder(ported: PortedModel, encoder: EncoderStack, rows: Mapping[str,
     params = structure.units[0].params
     if behind & before or not {*encoder.start} <= {param.name for param in params}:
         raise _Unlike
-    first = tuple(replace(param, held=TO_THE_END) for param in params if param.name in encoder.start)
+    first = tuple(param for param in params if param.name in encoder.start)
     units = [UnitSpec(f"{encoder.name} input", "layer", first)]
     units += _layer_specs(encoder, look, {param.name: param for param in params})
     moved = {param.name for unit in units for param in unit.params}

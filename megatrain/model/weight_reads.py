@@ -96,37 +96,23 @@ def in_memory(tensor: Tensor) -> Tensor:
     return tensor
 
 
-TO_THE_END = -1
-"""`ParamSpec.held` of a parameter that a layer may read at any time until it ends."""
-
-
 class OrderOfUse:
     """Records names of weights in the order in which they are first read; pass `reading` to a `Uses`."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self._names = {tensor.untyped_storage().data_ptr(): name for name, tensor in weights.items()}
-        self._numel = {name: tensor.numel() for name, tensor in weights.items()}
         self.names: list[str] = []
         self.matrices: dict[str, Matrices] = {}
         """By name of a weight, see `ReadByProducts`."""
-        self.held: dict[str, int] = {}
-        """Name of a weight -> its `ParamSpec.held`: to the end if only parts are read, as of experts, whose order
-        depends on the tokens."""
 
     def reading(self, func: Any, tensors: Sequence[Tensor]) -> None:
-        reads = [(self._names.get(tensor.untyped_storage().data_ptr()), tensor.numel()) for tensor in tensors]
-        read = {name: numel for name, numel in reads if name is not None}
-        self.names += [name for name in read if name not in self.names]
-        for name, numel in read.items():
-            to_the_end = numel != self._numel[name] or self.held.get(name) == TO_THE_END
-            self.held[name] = TO_THE_END if to_the_end else len(self.names) - 1 - self.names.index(name)
+        reads = (self._names.get(tensor.untyped_storage().data_ptr()) for tensor in tensors)
+        self.names += [name for name in dict.fromkeys(reads) if name is not None and name not in self.names]
 
     def noted(self, name: str, param: ParamSpec) -> ParamSpec:
         """The parameter of the weight `name`, with what was seen of it."""
-        held, seen = self.held.get(name, TO_THE_END), self.matrices.get(name)
-        if seen is None:
-            return replace(param, held=held)
-        return replace(param, held=held, products=seen.stacked, inputs_first=seen.inputs_first)
+        seen = self.matrices.get(name)
+        return param if seen is None else replace(param, products=seen.stacked, inputs_first=seen.inputs_first)
 
 
 def in_order_of_use(names: Iterable[str], used: Sequence[str]) -> list[str]:

@@ -51,9 +51,6 @@ class ParamSpec:
     """Share of its elements that one token uses: below 1 for experts."""
     trainable: bool = True
     """A frozen parameter streams like any other, without gradient and updates."""
-    held: Annotated[int, Bounds(-1, 1 << 20)] = 0
-    """How many later parameters, in order of use, a forward reaches before it last reads this one: 1 for a matrix that
-    is read with its bias; -1 if it may be read again at any time."""
     products: Annotated[int, Bounds(-1, 1 << 20)] = 0
     """How many matrices, one behind the other, products of its layer read: 1 for a projection, the number of experts
     for stacked ones; 0 if it is no weight of a layer, or a router's, or read by something else; -1 if nobody looked."""
@@ -97,8 +94,6 @@ class UnitSpec:
         if any(len(param.state) < len(later.state) for param, later in pairwise(trained)):
             what, fix = "matrices updated whole have more state than its other parameters", "describe no more arrays"
             raise PlanError(what, where=f"unit {self.name}", fix=fix)
-        if trained != [param for param in self.params if param.trainable]:  # no longer in order of use
-            ordered = [replace(param, held=-1) if param.trainable else param for param in ordered]
         object.__setattr__(self, "params", tuple(ordered))
 
     @property
@@ -109,8 +104,6 @@ class UnitSpec:
         """The same unit with exactly these frozen parameters in the model's files."""
         read = {param.name for param in self.params if param.numel and not param.trainable and param.name in names}
         params = tuple(replace(param, file_backed=param.name in read) for param in self.params)
-        if [*map(_home, params)] != sorted(map(_home, params)):  # not in order of use
-            params = tuple(replace(param, held=-1) for param in params)
         return self if params == self.params else replace(self, params=params)
 
     @property

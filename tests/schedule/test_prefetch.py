@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from megatrain.schedule import Op, Schedule, Use, build_forward, build_step, check, replay
 from megatrain.schedule.build import Builder
-from megatrain.schedule.passes.phases import Arrival, _last_phases
 from megatrain.schedule.passes.prefetch import READ_AHEAD, Prefetch, Visit
 from megatrain.schedule.passes.weight_slots import ONE_BUFFER
 from megatrain.spec import IN_HOST, ModelSpec, Numerics, ParamSpec, Placement, Policy, UnitSpec, WaitFor, Work
@@ -100,16 +99,6 @@ def test_resident_embeddings_and_heads_have_no_place_in_the_ring(stays: str, tie
     assert stays == "prologue" or fetched.count(0) == 2 + tied  # forward, a tied head, backward
 
 
-def test_the_head_is_fetched_into_places_freed_by_the_top_layer() -> None:
-    """Its slot is met here for the first time."""
-    of = small_spec(3, tied=True)
-    placements = tuple(Placement(weights="device") if unit.kind == "prologue" else IN_HOST for unit in of.units)
-    for policy in (AHEAD, replace(AHEAD, placements=placements)):
-        names = [op.name for op in build_step(of, Numerics(), policy, Work((4,))).ops]
-        meanwhile = names[names.index("FORWARD u3 m0 s0") - 2 : names.index("FORWARD u3 m0 s2")]
-        assert any(name.startswith(("FETCH u0", f"FETCH u{of.epilogue}")) for name in meanwhile), policy
-
-
 def test_a_read_ahead_is_as_fast_as_two_slots_and_one_slot_is_not() -> None:
     def price(op: Op) -> float:
         return {"FETCH": 1.0, "FORWARD": 3.0, "BACKWARD": 6.0, "PLACE": 0.01}.get(op.kind, 0.0) * op.share
@@ -128,21 +117,6 @@ def test_a_read_ahead_is_as_fast_as_two_slots_and_one_slot_is_not() -> None:
         assert took["read-ahead"] <= 1.05 * took["two slots"], took
         assert took["one slot"] > 1.1 * took["two slots"], took
         assert took["read-ahead"] < took["whole units"], took
-
-
-def test_a_shard_is_released_after_its_last_read() -> None:
-    """Of two shards a matrix: it stays until the second is there; with a bias behind it until that is."""
-    sizes = {"matrix": (4, 32), "bias": (32,), "last": (4, 32)}
-
-    def last(frozen: str = "", **held: int) -> list[int]:
-        params = (ParamSpec(name, size, 1.0, name != frozen, held.get(name, 0)) for name, size in sizes.items())
-        unit = UnitSpec("layer", "layer", tuple(params))
-        return _last_phases(unit, Arrival(layout_of(unit).shards(64), 2))
-
-    assert last() == [1, 1, 2, 4, 4]
-    assert last(matrix=1) == [2, 2, 2, 4, 4]
-    assert last(matrix=-1) == [4, 4, 2, 4, 4]
-    assert last(frozen="matrix") == [4] * 5
 
 
 @pytest.mark.parametrize("policy", [Policy(shard_nbytes=16), replace(AHEAD, shard_nbytes=16, read_ahead_nbytes=1024)])

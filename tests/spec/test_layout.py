@@ -141,13 +141,6 @@ def test_arrays_of_the_optimizer_end_where_ranks_do(
         assert layout.matrices_start % (NORM_BLOCK * ranks) == 0
 
 
-def test_parameters_that_are_no_longer_in_order_of_use_may_be_read_at_any_time() -> None:
-    first, second = unit([(4, 4), (4,)]).params
-    moved = UnitSpec("u", "layer", (replace(first, **MATRIX, held=1), second))
-    assert [(param.name, param.held) for param in moved.params] == [("p1", -1), ("p0", -1)]
-    assert [param.held for param in UnitSpec("u", "layer", (replace(first, held=1), second)).params] == [1, 0]
-
-
 def test_matrices_with_more_state_than_the_rest_are_refused() -> None:
     first, second = unit([(4, 4), (4,)]).params
     with pytest.raises(PlanError, match="unit u: matrices updated whole have more state than its other parameters; d"):

@@ -51,8 +51,8 @@ def gated(
 
     `calls` are its ops on the compute stream, `after` those that follow. The first call proceeds as its weights
     arrive (`arrives`). A layer's gradient leaves shard by shard, each after the phase of the last call that
-    completes it. With `gives_up` the last call of a layer reads only the weights that it still needs, so that
-    others may take their place.
+    completes it. With `gives_up` a layer's last backward reads only the weights that it still needs, so that others may
+    take their place.
     """
     releases = unit.kind == "layer" and calls[-1].kind == "BACKWARD"
     leading = list(takewhile(lambda op: op.kind == "GRAD", after))
@@ -76,8 +76,7 @@ def gated(
 def _phases(
     unit: UnitSpec, call: Op, arrival: Arrival, leaves: Sequence[Access], *, arrives: bool, gives_up: bool
 ) -> list[Op]:
-    """One phase per shard that arrives or is given up in a forward, plus one per further gradient shard in
-    `leaves`."""
+    """One phase per shard that arrives, plus one per further gradient shard in `leaves`."""
     windows = _windows(unit, call, arrival, leaves, arrives=arrives, gives_up=gives_up)
     turn, count = len(windows) - max(1, len(leaves)), len(windows)
     if count == 1:
@@ -115,73 +114,18 @@ def _windows(
 ) -> list[Window]:
     """Find the weights that each phase may read: those that have arrived and are not yet given up.
 
-    A forward gives up a shard in the phase after the last that reads it. A backward gives up parameters whose
-    gradient is complete, since nothing passes through them after that. Frozen weights stay until the end.
+    A backward gives up parameters whose gradient is complete, since nothing passes through them after that. Frozen
+    weights stay until the end, as do all of a forward's.
     """
     layout, nbytes = layout_of(unit), arrival.nbytes
     end = layout.size * nbytes
     forward = [[span] for span in arrival.ranges()] if arrives else [[(0, end)]]
-    if gives_up and call.kind == "FORWARD":
-        last = _last_phases(unit, arrival)
-        if min(last) < len(last) - 1:
-            forward = _held([(shard.start * nbytes, shard.stop * nbytes) for shard in arrival.ordered], last)
     backward = []
     begin = leaves[-1].start if leaves else 0
     for done in leaves[:-1]:  # each after the phase that completes it
         still = (done.start - begin) * layout.trained.size // (leaves[0].stop - begin) * nbytes
         backward.append([(0, still), (layout.trained.size * nbytes, end)] if gives_up else [(0, end)])
     return forward + [[span for span in window if span[0] < span[1]] for window in backward]
-
-
-def _last_phases(unit: UnitSpec, arrival: Arrival) -> list[int]:
-    """Find the last phase that reads each shard, in order of use: the one in which the last part of a matrix has
-    arrived.
-
-    In a partly frozen unit the order of use is not the order in memory, so its shards stay to the end.
-    """
-    layout, shards = layout_of(unit), arrival.ordered
-    end = len(shards) - 1
-    if 0 < layout.trained_fields < len(layout.fields):
-        return [end] * len(shards)
-    over = [
-        [i for i, shard in enumerate(shards) if shard.start < place.stop and place.start < shard.stop]
-        for place in layout.fields
-    ]
-    last = [0] * len(shards)
-    for index, param in enumerate(unit.params):
-        until = max(max(places) for places in over[index : index + param.held + 1]) if param.held >= 0 else end
-        for i in over[index]:
-            last[i] = max(last[i], until)
-    return last
-
-
-def _held(spans: Sequence[tuple[int, int]], last: Sequence[int]) -> list[Window]:
-    """Find the spans that each phase or a later one reads, where each phase adds one. last: see `_last_phases`."""
-    windows: list[Window] = []
-    alive: list[int] = []
-    until = len(spans)  # the last phase that needs all live spans
-    for phase, span in enumerate(spans):
-        alive.append(phase)
-        until = min(until, last[phase])
-        if phase > until:
-            alive = [place for place in alive if last[place] >= phase]
-            until = min((last[place] for place in alive), default=len(spans))
-            window = _joined(spans[place] for place in alive)
-        else:
-            window = _joined([*(windows[-1] if windows else []), span])
-        windows.append(window)
-    return windows
-
-
-def _joined(spans: Iterable[tuple[int, int]]) -> Window:
-    """Ascending spans, with touching ones merged."""
-    joined: Window = []
-    for start, stop in spans:
-        if joined and joined[-1][1] == start:
-            joined[-1] = joined[-1][0], stop
-        else:
-            joined.append((start, stop))
-    return joined
 
 
 def _sums(total: Access, left: Access | None, *, last: bool) -> list[Access]:

@@ -7,7 +7,7 @@ a backward visit that reloads offloaded inputs or outputs, its calls and the fet
 With `Policy.read_ahead_nbytes` there is one slot for all units, and a buffer of shards, the *read-ahead*. While a
 layer computes, the first shards of the next arrive in the read-ahead, and a PLACE on the compute stream copies each
 to its place in the slot when that is free. The other shards are fetched straight into the slot once their place is
-given up: at the end of the visit, or, if compute waits for shards, piece by piece during its last call (`phases`).
+given up: at the end of the visit, or, if compute waits for shards, piece by piece during a last backward (`phases`).
 All this is declared ranges, so waits, proofs, replay and traces only need the price of a PLACE. The work is linear in
 shards and visits.
 
@@ -290,12 +290,11 @@ class Prefetch:
         return body
 
     def _gives_up(self, index: int) -> bool:
-        """Whether the visit's last call gives up shards, because another unit will use the slot next."""
+        """Whether the visit's last call, a backward, gives up shards, because another unit will use the slot next."""
         visit = self._visits[index]
-        if not self._policy.gives_up_shards or self._model.units[visit.unit].kind != "layer":
+        is_backward = self._model.units[visit.unit].kind == "layer" and visit.compute[-1].kind == "BACKWARD"
+        if not (self._policy.gives_up_shards and is_backward):
             return False
-        if self._numerics.mlp_chunk_tokens and visit.compute[-1].kind == "FORWARD":
-            return False  # chunks of tokens all use the same weights
         following = (self._visits[i] for i in range(index + 1, len(self._visits)))
         units = (later.unit for later in following if later.reads and self._layouts[later.unit].size)
         over = (unit for unit in units if {*self._slots.of(unit)} & {*self._slots.over(visit.slot)})
