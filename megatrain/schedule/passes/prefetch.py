@@ -337,7 +337,7 @@ class _LastUses:
         return (self._visit + 1, 0) if index == end >= 0 else (self._visit, index + 1)
 
     def _look(self, buffer: str) -> tuple[list[int], list[int], int]:
-        """Paint uses over each other from last to first, each byte once."""
+        """Paint uses over each other, the last on top."""
         uses = [
             (index, access)
             for index, op in enumerate(self._body)
@@ -346,20 +346,8 @@ class _LastUses:
             if access.buffer == buffer
         ]
         points = sorted({point for _, access in uses for point in (access.start, access.stop)})
-        last, bare = [-1] * len(points), list(range(len(points) + 1))  # bare: the next unpainted offset
-        for index, access in reversed(uses):
-            at = _next(bare, bisect_left(points, access.start))
-            while points[at] < access.stop:
-                last[at], bare[at] = index, at + 1
-                at = _next(bare, at + 1)
+        last = [-1] * len(points)
+        for index, access in uses:
+            start, stop = bisect_left(points, access.start), bisect_left(points, access.stop)
+            last[start:stop] = [index] * (stop - start)
         return points, last, max(last, default=-1)
-
-
-def _next(bare: list[int], at: int) -> int:
-    """The first unpainted position from `at` on, with path compression (Tarjan, 1975)."""
-    end = at
-    while bare[end] != end:
-        end = bare[end]
-    while bare[at] != end:
-        bare[at], at = end, bare[at]
-    return end
