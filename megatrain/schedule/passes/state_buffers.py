@@ -466,19 +466,6 @@ class StateBuffers:
         """Where a unit's sum of squares is, one float64."""
         return Access(NORMS, 8 * unit, 8 * unit + 8, Norm(unit))
 
-    def updated(self, unit: int) -> list[tuple[Part, int]]:
-        """(part, bytes from its start) of the state that an update of a unit reads and writes.
-
-        Frozen weights beside trained ones count as written, so that a part has one version. They stay on the disk if
-        the device fetches them from there.
-        """
-        layout, away = layout_of(self._model.units[unit]), () if self._policy.shares_memory else ("disk",)
-        return [
-            (sized.part, changed_nbytes(layout, self._numerics, sized) if sized.tier in away else sized.nbytes)
-            for sized in self.of(unit)
-            if sized.part is not Part.GRADIENTS and sized.tier != "file"
-        ]
-
     def _declare(self, unit: int, sized: SizedPart, content: Content | None) -> None:
         """Add the memory of a part, in its tier."""
         if sized.tier == "file":
