@@ -38,7 +38,8 @@ from megatrain.plan import (
     step_flops,
     survey,
 )
-from megatrain.spec import Hardware, ModelSpec, Numerics, Policy
+from megatrain.spec import WEIGHT_NBYTES, Hardware, ModelSpec, Numerics, Policy
+from megatrain.spec.hardware import ElementwiseRate
 
 LENGTH = 4096
 GB = 1e9
@@ -156,7 +157,8 @@ def knees(names: Sequence[str] = ()) -> list[str]:
     rows = ["| machine | weights | update | formula | by the plan |", "|---|---|---|---|---|"]
     model = llama_shape("70B", 80, 8192)
     for name in names or [name for name in machine_names() if machine(name).devices == 1]:
-        hardware = replace(with_enough_host(name), device_nbytes=ENOUGH_HOST, elementwise_bandwidth=inf)
+        free = tuple(ElementwiseRate(precision, inf, inf) for precision in WEIGHT_NBYTES)
+        hardware = replace(with_enough_host(name), device_nbytes=ENOUGH_HOST, elementwise=free)
         plan = find_plan(
             Question(model, hardware, 16_384, TOKENS_LENGTH, overrides={"activations": "recompute", "placements": ()})
         )

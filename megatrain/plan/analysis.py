@@ -55,7 +55,7 @@ IN_HOST_WORDS = {"fetch": "copies of weights", "grad": "copies of gradients"}
 
 RESOURCES: dict[str, tuple[str, ...]] = {
     "compute": ("flops", "flops_fp32", "peak_flops", "peak_flops_fp32", "products", "attention"),
-    "device memory": ("device_bandwidth", "elementwise_bandwidth", "fresh_bandwidth", "elementwise"),
+    "device memory": ("device_bandwidth", "fresh_bandwidth", "elementwise"),
     "bus": (
         *("fetch_bandwidth", "duplex_fetch_bandwidth", "pageable_fetch_bandwidth", "shared_bus_bandwidth"),
         *("grad_bandwidth", "duplex_grad_bandwidth", "pageable_grad_bandwidth"),

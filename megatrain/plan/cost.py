@@ -146,10 +146,7 @@ def elementwise_seconds(
     if rows := [row for row in hardware.elementwise if row.precision == precision]:
         forward = _seconds_between([(row.nbytes, row.nbytes / row.forward_bandwidth) for row in rows], nbytes)
         return forward, _seconds_between([(row.nbytes, row.nbytes / row.backward_bandwidth) for row in rows], nbytes)
-    if hardware.elementwise_bandwidth:
-        forward = nbytes / hardware.elementwise_bandwidth
-    else:
-        forward = passes * nbytes / (hardware.device_bandwidth or inf)
+    forward = passes * nbytes / (hardware.device_bandwidth or inf)
     return forward, ELEMENTWISE_BACKWARD * forward
 
 

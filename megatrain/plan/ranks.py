@@ -30,10 +30,7 @@ SHARED = (
 )
 """Rates of a machine that its ranks share."""
 
-OF_CORES = (
-    *("flops", "flops_fp32", "products", "attention"),
-    *("device_bandwidth", "elementwise_bandwidth", "elementwise"),
-)
+OF_CORES = (*("flops", "flops_fp32", "products", "attention", "device_bandwidth", "elementwise"),)
 """Rates that the ranks share, in addition to `SHARED`, if they compute on the cores of the host."""
 
 

@@ -123,8 +123,6 @@ class Hardware:
     device_bandwidth: Bandwidth | None = None
     """Bytes per second, read plus written, of a copy within device memory."""
     elementwise: tuple[ElementwiseRate, ...] = ()
-    elementwise_bandwidth: Bandwidth | None = None
-    """The same for the forward only, in any precision, if `elementwise` has no row."""
     fresh_bandwidth: Bandwidth | None = None
     """Bytes per second at which the system provides fresh pages of host memory; relevant if the device computes in host
     memory."""

@@ -57,7 +57,7 @@ def test_a_cpu_is_probed_and_saved(cpu: CpuDevice, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
     assert len(said) >= 8
     sources = dict(found.sources)
-    expected_unknown = {"peak_flops", "peak_flops_fp32", "disk_endurance_nbytes", "elementwise_bandwidth"}
+    expected_unknown = {"peak_flops", "peak_flops_fp32", "disk_endurance_nbytes"}
     expected_unknown |= {f"{kind}_{way}_bandwidth" for kind in ("duplex", "pageable") for way in ("fetch", "grad")}
     of_ranks = {"devices", "sharing_ranks", "link_route", "slots_in_host", "divided_memory"}
     expected_unknown |= {"shared_bus_bandwidth", "link_bandwidth", "link_seconds", "node_bandwidth"}

@@ -21,6 +21,7 @@ from megatrain.plan import (
 from megatrain.plan.cost import KERNELS
 from megatrain.schedule import Schedule, Timeline, build_step, nbytes_by_use, replay
 from megatrain.spec import Growth, Hardware, LayerProfile, ModelSpec, Numerics, ParamSpec, Policy, UnitSpec, Work
+from megatrain.spec.hardware import ElementwiseRate
 
 SLOW = Hardware("h", 1 << 40, 1 << 40, fetch_bandwidth=1e3, grad_bandwidth=1e3, flops=1e6, host_bandwidth=1e4)
 FORWARDS = "FORWARD u0 m0", "FORWARD u1 m0"
@@ -68,7 +69,7 @@ def test_prices_are_bytes_over_bandwidth_and_operations_over_rate() -> None:
 def test_fused_elementwise_ops_move_two_fifths_of_the_bytes(name: str) -> None:
     prices = []
     for kernels, speed in (("stock", 1e3), ("stock", 2.5e3), ("fused", 1e3)):
-        hardware = replace(SLOW, elementwise_bandwidth=speed)
+        hardware = replace(SLOW, elementwise=(ElementwiseRate("bf16", speed, speed / 2),))
         numerics, policy = Numerics(kernels=kernels), Policy(activations="keep")  # type: ignore[arg-type]
         schedule = build_step(model(), numerics, policy, Work((8,)))
         price = op_seconds(model(), numerics, policy, Work((8,)), hardware)
