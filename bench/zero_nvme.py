@@ -46,7 +46,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from bench.step import LENGTH, SEQUENCES, SHAPE, _resident
-from megatrain.spec import Numerics, Part
+from megatrain.spec import Numerics, Part, Placement
 
 if TYPE_CHECKING:
     from megatrain.plan import Plan
@@ -231,7 +231,6 @@ def _megatrain(name: str, settings: Settings, ids: Any, folder: Path, limit_nbyt
     from megatrain.model.skeleton import blueprint
     from megatrain.optim import AdamW
     from megatrain.plan import choose_policy
-    from megatrain.plan.placement import all_on_disk
 
     AdamW().warm_up()
     fields, precision = {"model_type": "llama", **settings["shape"]}, settings["precision"]
@@ -243,7 +242,8 @@ def _megatrain(name: str, settings: Settings, ids: Any, folder: Path, limit_nbyt
     if limit_nbytes is None:
         numerics = Numerics(precision)
         lean = choose_policy(shares_memory=True, clips=True, host_threads=torch.get_num_threads())
-        policy, parts = all_on_disk(spec, numerics, lean), [ids]
+        everything = Placement("disk", "disk" if precision == "bf16" else "host", "disk", "disk")
+        policy, parts = replace(lean, placements=(everything,) * len(spec.units)), [ids]
     else:
         plan = planned(spec, settings, folder, limit_nbytes - start)
         numerics, policy, parts = plan.numerics, plan.policy, list(ids.split(plan.micro_batch))

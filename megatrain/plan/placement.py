@@ -71,26 +71,16 @@ def _sizes(
     return nbytes["host"] + (save_nbytes(model, numerics, policy) if saves else 0), nbytes["disk"]
 
 
-def spill_to_fit(
-    model: ModelSpec, numerics: Numerics, policy: Policy, room: int, *, saves: bool = False
-) -> Policy | None:
-    """The policy with just enough state on the disk that the rest takes at most `room` bytes of host memory.
-
-    Slots and activations are not counted. State that the policy has on the device stays there. Returns `None` if even
-    spilling everything is not enough.
-    """
-    spilled = spill(model, numerics, policy, room, saves=saves)
-    return spilled if host_nbytes(model, numerics, spilled, saves) <= room else None
-
-
 def spill(
     model: ModelSpec, numerics: Numerics, policy: Policy, room: int, *, saves: bool = False, disk: bool = True
 ) -> Policy:
-    """As `spill_to_fit`, but if nothing is enough, the policy that takes the least host memory.
+    """The policy with just enough state on the disk that the rest takes at most `room` bytes of host memory; if nothing
+    is enough, the one that takes the least.
 
-    Parts are spilled in the order of `FIELDS`, once from all units and once from the layers alone: the staging buffers
-    that prologue and epilogue need in host memory, for the step and for checkpoints, may be as large as what spilling
-    them frees. Without a disk, only weights that are in the model's files are.
+    Slots and activations are not counted. State that the policy has on the device stays there. Parts are spilled in the
+    order of `FIELDS`, once from all units and once from the layers alone: the staging buffers that prologue and
+    epilogue need in host memory, for the step and for checkpoints, may be as large as what spilling them frees. Without
+    a disk, only weights that are in the model's files are.
     """
     if host_nbytes(model, numerics, policy, saves) <= room:
         return policy
@@ -173,17 +163,6 @@ def place_state(
     return placed(
         min(max_sixteenths, 1 + bisect_left(range(1, max_sixteenths + 1), True, key=lambda parts: fits(placed(parts))))
     )
-
-
-def all_on_disk(model: ModelSpec, numerics: Numerics, policy: Policy) -> Policy:
-    """The policy with everything spilled, to the disk or to the model's files, that may be spilled."""
-    placements = list(policy.placements or (IN_HOST,) * len(model.units))
-    for field in _spillable_fields(model, numerics, policy, True):
-        placements = [
-            _spilled(placement, field) if _may_spill(model, unit, placement, field) else placement
-            for unit, placement in enumerate(placements)
-        ]
-    return replace(policy, placements=tuple(placements))
 
 
 def _spill_some(placements: Sequence[Placement], free: Sequence[int], field: str, count: int) -> tuple[Placement, ...]:

@@ -31,7 +31,7 @@ from megatrain.model.profile_prologue import values_of
 from megatrain.optim import AdamW, Muon, Optimizer, described
 from megatrain.plan import available_threads, choose_policy, fit_lock_limit, memory_table
 from megatrain.plan.host_resources import available_cores
-from megatrain.plan.placement import host_nbytes, spill, spill_to_fit
+from megatrain.plan.placement import host_nbytes, spill
 from megatrain.schedule.passes.state_buffers import state_name, state_nbytes
 from megatrain.spec import IN_HOST, Limits, ModelSpec, Numerics, Part, Policy, Precision, Work
 from megatrain.spec.layout import layout_of
@@ -195,9 +195,8 @@ def _placed(options: EngineOptions, device: Device, spec: ModelSpec) -> Policy:
         return policy
     budget = budgets(limits, device)["host"]
     beside = _beside_state(spec, numerics, policy)
-    placed = spill_to_fit(spec, numerics, policy, budget - beside)
-    if placed is None:
-        least = host_nbytes(spec, numerics, spill(spec, numerics, policy, 0), saves=False) + beside
+    placed = spill(spec, numerics, policy, budget - beside)
+    if (least := host_nbytes(spec, numerics, placed, saves=False) + beside) > budget:
         what = f"needs at least {at_least(least)} of host memory, even with state on the disk"
         lacks = f"{at_least(least - budget)} more than its budget of {at_most(budget)}"
         raise DoesNotFit(f"{what}, {lacks}", where="host memory", needed={"host": least})

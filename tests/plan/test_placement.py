@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from megatrain.plan.placement import ON_DEVICE, resident_placements, spill_to_fit, spread, state_policy
+from megatrain.plan.placement import ON_DEVICE, host_nbytes, resident_placements, spill, spread, state_policy
 from megatrain.plan.placement_cost import placement_seconds
 from megatrain.schedule import Use, build_step
 from megatrain.schedule.passes.state_buffers import state_nbytes
@@ -25,14 +25,13 @@ def test_the_disk_holds_as_little_as_possible(precision: Precision, shares: bool
     everything = state_nbytes(LARGE, numerics, policy)["host"]
     before = -1
     for budget in range(everything, everything * 6 // 10, -everything // 40):
-        found = spill_to_fit(LARGE, numerics, policy, budget)
-        assert found is not None
+        found = spill(LARGE, numerics, policy, budget)
         nbytes = state_nbytes(LARGE, numerics, found)
         assert nbytes["host"] <= budget
         assert nbytes["disk"] >= before
         before = nbytes["disk"]
         assert nbytes["disk"] <= everything - budget + everything // 3, "staging buffers and one layer's part, no more"
-    assert spill_to_fit(LARGE, numerics, policy, 1000) is None
+    assert host_nbytes(LARGE, numerics, spill(LARGE, numerics, policy, 1000), saves=False) > 1000
 
 
 def test_the_least_used_state_moves_to_disk_first() -> None:
@@ -40,8 +39,8 @@ def test_the_least_used_state_moves_to_disk_first() -> None:
     everything = state_nbytes(LARGE, Numerics(), policy)["host"]
     seen: list[str] = []
     for budget in range(everything, 0, -everything // 200):
-        found = spill_to_fit(LARGE, Numerics(), policy, budget)
-        if found is None:
+        found = spill(LARGE, Numerics(), policy, budget)
+        if host_nbytes(LARGE, Numerics(), found, saves=False) > budget:
             break
         for field in ("moments", "low_bits", "weights"):
             if any(getattr(placement, field) == "disk" for placement in found.placements) and field not in seen:
@@ -50,16 +49,13 @@ def test_the_least_used_state_moves_to_disk_first() -> None:
 
 
 def test_placement_bytes_equal_the_schedules() -> None:
-    placements = spill_to_fit(
-        LARGE, Numerics("bf16"), Policy(), state_nbytes(LARGE, Numerics("bf16"), Policy())["host"] * 2 // 3
-    )
-    assert placements is not None
-    step = build_step(LARGE, Numerics(), placements, Work((8,)))
-    assert state_nbytes(LARGE, Numerics(), placements)["disk"] == step.arena_nbytes("disk")
+    policy = spill(LARGE, Numerics(), Policy(), state_nbytes(LARGE, Numerics(), Policy())["host"] * 2 // 3)
+    step = build_step(LARGE, Numerics(), policy, Work((8,)))
+    assert state_nbytes(LARGE, Numerics(), policy)["disk"] == step.arena_nbytes("disk")
     slots = sum(
         b.nbytes for b in step.buffers.values() if b.tier == "host" and b.arena and b.use is Use.LANDED_GRADIENTS
     )
-    assert state_nbytes(LARGE, Numerics(), placements)["host"] == step.arena_nbytes("host") - slots
+    assert state_nbytes(LARGE, Numerics(), policy)["host"] == step.arena_nbytes("host") - slots
 
 
 @pytest.mark.parametrize("tied", [False, True])
