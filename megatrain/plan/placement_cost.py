@@ -35,10 +35,10 @@ def placement_seconds(
     for index, placement, count in units_alike(model, policy):
         if placement == IN_HOST:
             continue
-        for stream, seconds in _unit_seconds(model, numerics, policy, hardware, index, placement, rounds).items():
-            added[stream] += count * seconds  # type: ignore[assignment]
-        for stream, seconds in _late_disk_seconds(model, numerics, policy, hardware, index, placement, rounds).items():
-            late[stream] += count * seconds  # type: ignore[assignment]
+        of_unit = _unit_seconds(model, numerics, policy, hardware, index, placement, rounds)
+        for total, seconds_by_stream in zip((added, late), of_unit, strict=True):
+            for stream, seconds in seconds_by_stream.items():
+                total[stream] += count * seconds  # type: ignore[assignment]
     shares = {"fetch": 0.5, "grad": 1.0, **({} if policy.update == "next_forward" else {"host": 1.0, "compute": 1.0})}
     all_late = {**late, **{stream: share * added.get(stream, 0.0) for stream, share in shares.items()}}
     whole, behind = _with_dram(added, hardware, policy), _with_dram(all_late, hardware, policy)
@@ -73,18 +73,19 @@ def _unit_seconds(
     index: int,
     placement: Placement,
     rounds: float,
-) -> dict[str, float]:
-    """Stream -> seconds that one unit's placement adds to a step."""
-    layout = layout_of(model.units[index])
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Stream -> seconds that one unit's placement adds to a step; and of those of the disk, the seconds after the
+    forward pass."""
+    layout, has_backward = layout_of(model.units[index]), index in model.streamed and model.has_backward(index)
     weights, trained = layout.own_size * numerics.weight_nbytes, layout.trained.own_size
-    visits = rounds * (2 if index in model.streamed and model.has_backward(index) else 1)
+    visits = rounds * (2 if has_backward else 1)
     sums = 4 * layout.trained.size * (rounds - 1)  # bytes of gradient sums that wait in host memory between rounds
     fetches = visits + int(index == 0 and model.tied and policy.read_ahead_nbytes > 0)  # once more for the head
     fetching, leaving = bus_bandwidths(hardware, policy.transfer)
     packing = packing_bandwidth(hardware) if policy.transfer == "staged" else inf
     if placement.on_device:
         touched = update_nbytes(layout, numerics)
-        return {
+        saved = {
             "fetch": -(fetches * weights + sums) / fetching,
             "pack": -(fetches * weights + sums) / packing,
             "grad": -(trained * numerics.grad_nbytes + sums) / leaving,
@@ -92,9 +93,10 @@ def _unit_seconds(
             "host": -touched / optimizer_bandwidth(hardware, policy.host_threads),
             "compute": touched / (hardware.device_bandwidth or inf),
         }
-    saved = -(fetches - 1) * weights if placement.weights == "device" else 0
+        return saved, {}
+    kept = -(fetches - 1) * weights if placement.weights == "device" else 0
     read_each = _read_nbytes(layout, numerics, placement)
-    packed = -fetches * read_each if read_each else saved  # disk staging buffers are pinned already
+    packed = -fetches * read_each if read_each else kept  # disk staging buffers are pinned already
     unpacked = -trained * numerics.grad_nbytes if placement.gradients == "disk" else 0
     reads = writes = 0.0
     if placement.moments == "disk":
@@ -109,35 +111,18 @@ def _unit_seconds(
         is_once_more = not (policy.update == "next_forward" and fills_slot(layout, policy, placement))
         reads += trained * numerics.weight_nbytes * (is_once_more and not policy.shares_memory)
     reading, writing = duplex_disk_bandwidths(hardware)
-    return {
-        "fetch": saved / fetching,
+    late_reads = rounds * read_each if has_backward else 0.0
+    late_writes = trained * numerics.grad_nbytes if placement.gradients == "disk" else 0.0
+    if policy.update == "during_backward":
+        late_reads, late_writes = reads - rounds * read_each, writes
+    added = {
+        "fetch": kept / fetching,
         "pack": packed / packing,
         "unpack": unpacked / packing,
         "read": reads / reading,
         "write": writes / writing,
     }
-
-
-def _late_disk_seconds(
-    model: ModelSpec,
-    numerics: Numerics,
-    policy: Policy,
-    hardware: Hardware,
-    index: int,
-    placement: Placement,
-    rounds: float,
-) -> dict[str, float]:
-    """The part of a unit's reads and writes, in seconds by stream, that comes after the forward pass."""
-    layout = layout_of(model.units[index])
-    has_backward = index in model.streamed and model.has_backward(index)
-    reading, writing = duplex_disk_bandwidths(hardware)
-    read_each = rounds * _read_nbytes(layout, numerics, placement) / reading
-    weights = read_each if has_backward else 0.0
-    if policy.update == "during_backward":
-        whole = _unit_seconds(model, numerics, policy, hardware, index, placement, rounds)
-        return {"read": whole.get("read", 0.0) - read_each, "write": whole.get("write", 0.0)}
-    gradients = layout.trained.own_size * numerics.grad_nbytes / writing if placement.gradients == "disk" else 0.0
-    return {"read": weights, "write": gradients}
+    return added, {"read": late_reads / reading, "write": late_writes / writing}
 
 
 def _read_nbytes(layout: Layout, numerics: Numerics, placement: Placement) -> int:
