@@ -57,22 +57,14 @@ def peak_table(plan: Plan) -> dict[tuple[str, str], int]:
 
 def _at_peak(schedule: Schedule, tier: str) -> Counter[str]:
     """Use -> bytes of one tier, when their sum is largest in the order of the schedule."""
-    first: dict[str, int] = {}
-    last: dict[str, int] = {}
-    for index, op in enumerate(schedule.ops):
-        for access in (*op.reads, *op.writes):
-            first.setdefault(access.buffer, index)
-            last[access.buffer] = index
     live: Counter[str] = Counter()
     changes: list[tuple[int, int, str]] = []  # (index of an op, bytes allocated from there on, use)
     for buffer in schedule.buffers.values():
-        if buffer.tier != tier:
-            continue
-        if buffer.arena:
+        if buffer.tier == tier and buffer.arena:
             live[buffer.use.value] += buffer.nbytes
-        elif buffer.name in first:
-            changes += [(first[buffer.name], buffer.nbytes, buffer.use.value)]
-            changes += [(last[buffer.name] + 1, -buffer.nbytes, buffer.use.value)]
+        elif buffer.tier == tier and buffer.name in schedule.lifetimes:
+            first, last = schedule.lifetimes[buffer.name]
+            changes += [(first, buffer.nbytes, buffer.use.value), (last + 1, -buffer.nbytes, buffer.use.value)]
     peak, total = live.copy(), live.total()
     most = total
     for _, nbytes, use in sorted(changes):  # at one op, frees come first
