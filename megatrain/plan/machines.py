@@ -71,8 +71,6 @@ _TABLES: dict[str, tuple[Any, dict[str, str]]] = {
     "optimizer_bandwidth": (None, {"threads": "threads", "rate": "bytes_per_second"}),
 }
 """Field with rows -> their type, if they are no tuples, and their fields -> columns of a file."""
-_OBSOLETE_KEYS = ("watts", "disk_by_block_and_depth")
-"""Keys that earlier versions wrote. They are ignored."""
 
 
 def machine_names() -> tuple[str, ...]:
@@ -130,7 +128,6 @@ def save_hardware(hardware: Hardware, path: Path) -> None:
 def _read(content: Any, where: str) -> Hardware:
     if not isinstance(content, dict):
         raise PlanError("is not a JSON object", where=where, fix="see `megatrain probe`")
-    content = {key: value for key, value in content.items() if key not in _OBSOLETE_KEYS}
     _refuse_unknown(content, _KEYS.values(), where)
     needed = [_KEYS[field.name] for field in fields(Hardware) if field.default is MISSING]
     if missing := [key for key in needed if key not in content]:
@@ -173,7 +170,6 @@ def _sources(notes: Any, where: str) -> tuple[tuple[str, str], ...]:
     if not isinstance(notes, dict):
         raise PlanError("is not a JSON object of texts", where=where, fix="see `megatrain probe`")
     known = {key: field for field, key in _KEYS.items() if field != "sources"}
-    notes = {key: note for key, note in notes.items() if key not in _OBSOLETE_KEYS}
     _refuse_unknown(notes, known, where)
     if wrong := [key for key, note in notes.items() if not isinstance(note, str)]:
         raise PlanError(f"{notes[wrong[0]]!r} is not a text", where=f"{where}.{wrong[0]}", fix="give a text")

@@ -185,10 +185,7 @@ def test_any_hardware_file_is_read_or_refused(changes: dict[str, Any]) -> None:
             assert isinstance(load_hardware(path), Hardware)
 
 
-def test_hardware_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
-    plain = load_hardware(file_of(tmp_path))
-    obsolete = {"watts": 300, "disk_by_block_and_depth": [{"depth": 1}]}
-    assert load_hardware(file_of(tmp_path, **obsolete, sources=dict.fromkeys(obsolete, "a datasheet"))) == plain
+def test_columns_with_defaults_may_be_left_out(tmp_path: Path) -> None:
     row = {"precision": "bf16", "m": 1, "k": 2, "n": 3, "flops_per_second": 1e9}
     assert load_hardware(file_of(tmp_path, products=[row])).products == (ProductRate("bf16", 1, 2, 3, 1e9, "output"),)
     row = {"precision": "bf16", "forward_bytes_per_second": 2e9, "backward_bytes_per_second": 1e9}
