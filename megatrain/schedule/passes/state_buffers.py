@@ -417,7 +417,6 @@ class StateBuffers:
         self._buffers, self._staged, self._on_drive = buffers, staged, on_drive
         self._streamed = policy.updates_streamed(model)
         old = "old" if pending == "all" else ""
-        self._parts: dict[tuple[int, Placement], Sequence[SizedPart]] = {}
         self._staged_arrays: dict[tuple[int, Placement], Sequence[Array]] = {}
         for unit, spec in enumerate(model.units):
             version = old if layout_of(spec).trained.size else ""
@@ -441,12 +440,9 @@ class StateBuffers:
                 declare(self._buffers, Buffer(name, "host", nbytes, Use.DISK_STAGING, crosses=crosses))
 
     def of(self, unit: int) -> Sequence[SizedPart]:
-        """The parts of a unit. Like units share the object."""
-        layout, placement = layout_of(self._model.units[unit]), self._policy.placement(unit)
-        key = id(layout), placement
-        if key not in self._parts:
-            self._parts[key] = parts_of(layout, self._numerics, self._policy, placement)
-        return self._parts[key]
+        """The parts of a unit."""
+        layout = layout_of(self._model.units[unit])
+        return parts_of(layout, self._numerics, self._policy, self._policy.placement(unit))
 
     def staged_arrays(self, unit: int) -> Sequence[Array]:
         """See `staged_arrays`. Like units share the object."""
