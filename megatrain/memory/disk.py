@@ -38,11 +38,10 @@ from megatrain.memory.io_queue import (
     WRITTEN,
     Bytes,
     Grains,
-    Reads,
     Region,
     Request,
+    ScratchTraffic,
     Traffic,
-    Writes,
 )
 from megatrain.memory.scratch_files import Block, Calls, ScratchFile, Space, as_disk_error, lay_out, system_calls
 from megatrain.spec.hardware import BLOCK_NBYTES, SECTOR
@@ -87,8 +86,8 @@ class Disk:
         self._spaces = [Space() for _ in folders]
         self._regions: dict[str, Region] = {}
         self._lock = threading.Lock()
-        self._reads = Reads(self._files, block_nbytes, depth, calls)
-        self._writes = Writes(self._files, block_nbytes, depth, calls)
+        self._reads = ScratchTraffic("read", self._files, block_nbytes, depth, calls)
+        self._writes = ScratchTraffic("written", self._files, block_nbytes, depth, calls)
         self._process = OwningProcess()
         self._finalizer = weakref.finalize(self, _let_go, self._process, self._files, (self._reads, self._writes))
 

@@ -195,16 +195,15 @@ class Traffic(ABC):
             raise DiskError("is closed", where="disk", fix="open another") from error
 
 
-class _ScratchTraffic(Traffic):
-    """Transfers of scratch files."""
+class ScratchTraffic(Traffic):
+    """Transfers of scratch files in one direction, "read" or "written". Only whole grains are written."""
 
-    def __init__(self, files: Sequence[ScratchFile], block_nbytes: int, depth: int, calls: Calls) -> None:
+    def __init__(
+        self, direction: str, files: Sequence[ScratchFile], block_nbytes: int, depth: int, calls: Calls
+    ) -> None:
+        self.direction = direction
         super().__init__(len(files), block_nbytes, depth)
         self._files, self._call_of = files, calls
-
-    @abstractmethod
-    def _transfer(self, region: Region, grains: Grains, place: Block, sectors: Bytes) -> None:
-        """Transfer grains that lie there, in whole sectors. Raises OSError and `CorruptRegion`."""
 
     def _carry(self, region: Region, grains: Grains, memory: Bytes, start: int) -> int:
         """What is aligned moves at once; the rest through the thread's buffer, padded with zeros."""
@@ -215,48 +214,39 @@ class _ScratchTraffic(Traffic):
         sectors = part if at_once else self._buffer()[:nbytes]
         wanted = sectors[max(0, -at) :][: part.size]
         try:
-            if not at_once and self.direction == "written":
+            if self.direction == "read":
+                self._read(region, grains, place, sectors)
+                if not at_once:
+                    part[:] = wanted
+                return nbytes
+            if not at_once:
                 wanted[:] = part
                 sectors[part.size :] = 0
-            self._transfer(region, grains, place, sectors)
-            if not at_once and self.direction == "read":
-                part[:] = wanted
+            self._write(region, grains, place, sectors)
         except OSError as error:
             what = f"cannot be {self.direction} in {self._files[place.file].folder}"
             raise as_disk_error(error, what, region.label) from error
         return nbytes
 
-
-class Writes(_ScratchTraffic):
-    """From memory to files. Only whole grains are written."""
-
-    direction = "written"
-
-    def _transfer(self, region: Region, grains: Grains, place: Block, sectors: Bytes) -> None:
+    def _write(self, region: Region, grains: Grains, place: Block, sectors: Bytes) -> None:
         if region.sums is not None:
             region.sums[grains.block, grains.first : grains.last] = checksums(sectors, region.grain_nbytes)
         self._files[place.file].write(sectors.data, place.place, self._call_of("write", region.name, os.pwritev))
 
-
-class Reads(_ScratchTraffic):
-    """From files to memory."""
-
-    direction = "read"
-
-    def _transfer(self, region: Region, grains: Grains, place: Block, sectors: Bytes) -> None:
+    def _read(self, region: Region, grains: Grains, place: Block, sectors: Bytes) -> None:
         file = self._files[place.file]
         file.read(sectors.data, place.place, self._call_of("read", region.name, os.preadv))
-        if region.sums is not None:
-            due = region.sums[grains.block, grains.first : grains.last]
-            differs = due != checksums(sectors, region.grain_nbytes)
-            if differs.any():
-                wrong = grains.first + int(differs.argmax())
-                bad = region.place(Grains(grains.block, wrong, wrong + 1))
-                raise CorruptRegion(
-                    f"bytes {bad.start:,} to {bad.start + bad.nbytes:,} are not what was written in {file.folder}",
-                    where=region.label,
-                    fix="look for errors of the drive in the system's log, and go on from a checkpoint",
-                )
+        if region.sums is None:
+            return
+        differs = region.sums[grains.block, grains.first : grains.last] != checksums(sectors, region.grain_nbytes)
+        if differs.any():
+            wrong = grains.first + int(differs.argmax())
+            bad = region.place(Grains(grains.block, wrong, wrong + 1))
+            raise CorruptRegion(
+                f"bytes {bad.start:,} to {bad.start + bad.nbytes:,} are not what was written in {file.folder}",
+                where=region.label,
+                fix="look for errors of the drive in the system's log, and go on from a checkpoint",
+            )
 
 
 def _next(queue: _Queue) -> tuple[Request, Grains] | None:
