@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from megatrain.engine.context import OpContext
 from megatrain.engine.forward import DifferentiableLayerCall, encoded_for, input_of
 from megatrain.engine.resumable_call import NO_PAUSES
 from megatrain.engine.step_state import StepState, weights_in
 from megatrain.memory import Lease
-from megatrain.model import Call
 from megatrain.model.ports import numbered, sides_of_prologue
 from megatrain.schedule import Op
 from megatrain.spec import hidden_sides
@@ -60,26 +54,6 @@ def backward(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
     context.finish_complete_gradients(step, op)
 
 
-def _first(
-    context: OpContext,
-    unit: int,
-    leaves: dict[str, Tensor],
-    inputs: dict[str, Any],
-    around: Sequence[AbstractContextManager[object]],
-    encoded: Sequence[Tensor],
-    *,
-    wants_calls: bool,
-) -> tuple[Tensor, list[Call]]:
-    """What the prologue makes, with its calls of layers if they are wanted; or the start of an encoder, whose layers'
-    arguments get no gradient."""
-    if unit == 0:
-        return context.ported.prologue(leaves, inputs, around, encoded, for_first_layer=not wants_calls)
-    assert context.ported.encoder is not None
-    begun = context.ported.encoder.begin(context.ported, leaves, inputs)
-    assert begun is not None
-    return begun[0], []
-
-
 def _add_nothing(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
     """A micro-batch without images: only what no micro-batch has added to is zero."""
     step.phases.before_gradients()
@@ -101,7 +75,14 @@ def _backward_of_first(context: OpContext, step: StepState, op: Op, lease: Lease
     around, encoded = (answers, leaves.in_place), encoded_for(context, step, op, lease)
     wants_calls = bool(context.spec.sides) or op.micro in activations.beyond
     with torch.enable_grad(), answers, context.waiting_for_weights(step, op, lease), leaves.in_place:
-        hidden, calls = _first(context, unit, leaves.by_name, inputs, around, encoded, wants_calls=wants_calls)
+        if unit == 0:
+            prologue = context.ported.prologue
+            hidden, calls = prologue(leaves.by_name, inputs, around, encoded, for_first_layer=not wants_calls)
+        else:
+            assert context.ported.encoder is not None
+            begun = context.ported.encoder.begin(context.ported, leaves.by_name, inputs)
+            assert begun is not None
+            hidden, calls = begun[0], []  # no gradient flows through its layers' arguments
     step.phases.before_gradients()
     if leaves.trained:
         context.accumulator(op, lease, unit)
