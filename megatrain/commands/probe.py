@@ -47,7 +47,7 @@ from megatrain.plan.host_resources import (
 from megatrain.plan.machines import machine_of_device
 from megatrain.spec import Hardware, Precision
 from megatrain.spec.hardware import PRODUCT_KINDS, AttentionRate, ProductKind, ProductRate
-from megatrain.system.paths import nearest_folder, usable_path
+from megatrain.system.paths import usable_path
 
 SECONDS = 45.0
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32")
@@ -122,7 +122,7 @@ def probe(
     """
     if device.name.startswith("sim:"):
         raise DeviceError("is simulated, with no speed to measure", where=device.name, fix="probe cpu or cuda:0")
-    folder = nearest_folder(usable_path(path))
+    folder = _existing(path)
     refuse_unwritable(folder)
     clock = _Clock(time.perf_counter() + seconds, dict(_WEIGHTS))
     if device.shares_memory:
@@ -340,3 +340,11 @@ def _disk(folder: Path, seconds: float, clock: _Clock, findings: _Findings) -> N
     rates = f"{best.read_bandwidth / 1e9:.2f} GB/s read, {best.write_bandwidth / 1e9:.2f} written"
     rates += f", at once {speed.duplex_read_bandwidth / 1e9:.2f} and {speed.duplex_write_bandwidth / 1e9:.2f}"
     findings.say(f"disk: {rates}, {best.depth} blocks of {best.block_nbytes >> 10} KiB at once, {access}")
+
+
+def _existing(path: Path) -> Path:
+    """`path`, or its nearest parent that exists."""
+    folder = usable_path(path).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return folder
