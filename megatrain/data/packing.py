@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatrain.data.processor import ImageText, Processor
-from megatrain.data.sample_cache import SampleFile, holds_unpaired
+from megatrain.data.sample_cache import SampleFile
 from megatrain.data.sample_formats import NOT_A_TARGET
 
 Indices = npt.NDArray[np.int64]
@@ -257,7 +257,7 @@ class SampleRows:
         number = int(self._samples(index))
         ids, trained = self.file.sample(number)
         reference = None if self.reference.values is None else float(self.reference.values[number])
-        desirable = bool(self.file.marks[number]) if holds_unpaired(self.file) else None
+        desirable = bool(self.file.marks[number]) if self.file.details.get("unpaired") else None
         images = self.file.image_text(number)
         return TrainingRow(ids, _labels(ids, trained), None, reference, desirable, images, self.processor)
 

@@ -27,13 +27,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +57,22 @@ WRITTEN_ROWS = 256
 """Rows of the table that are written at a time."""
 TOLD_ROWS = 256
 """Rows between two calls of a progress function."""
+
+
+Runs = list[tuple[str, bool]]
+"""A rendered example: runs (text, whether it is trained)."""
+
+
+class Details(TypedDict, total=False):
+    """What is said of a sample file."""
+
+    source: str
+    report: list[str]  # `Statistics.lines` of the time when the samples were encoded
+    example: Runs  # the first sample with a target, not truncated
+    text_only: bool  # every sample is a plain text without a prompt, so that every token is trained
+    chats: bool  # any sample is a conversation
+    pairs: bool  # the even samples are chosen answers, each followed by the rejected one
+    unpaired: bool  # the even samples are answers labelled by `marks`, each followed by a mismatched one
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,9 +113,9 @@ class SampleFile:
                         raise DataError(what, where=image.place, fix="restore it, or choose another data.cache")
 
     @property
-    def details(self) -> Mapping[str, Any]:
+    def details(self) -> Details:
         """What the writer stored beside the samples."""
-        return self.tokens.details
+        return cast(Details, self.tokens.details)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -121,7 +137,7 @@ def write_samples(
     path: Path,
     samples: Iterable[EncodedSample],
     vocab_size: int,
-    details: Mapping[str, Any],
+    details: Details,
     *,
     has_images: bool = False,
 ) -> SampleFile:
@@ -212,9 +228,6 @@ def _row(sample: EncodedSample) -> dict[str, Any]:
 
 FORMAT = 11  # part of the key: raise it when the same content would give other samples
 
-Runs = list[tuple[str, bool]]
-"""A rendered example: runs (text, whether it is trained)."""
-
 EncodingProgress: TypeAlias = Callable[[str, int, int | None], None]
 """Called with the name of a source, how many of its rows are encoded, and how many it has if that is known."""
 
@@ -234,7 +247,7 @@ def prepare_samples(
             file.require_images()
             return file
         statistics = Statistics(LeftOut(bad))
-        details: dict[str, Any] = {"source": source.name}
+        details: Details = {"source": source.name}
         samples = _encoded(source, encoder, statistics, details, _row_progress(source, progress))
         return write_samples(path, samples, encoder.vocabulary, details, has_images=encoder.processor is not None)
 
@@ -247,38 +260,8 @@ def _row_progress(source: Source, progress: EncodingProgress | None) -> Callable
     return lambda done: progress(source.name, done, total)
 
 
-def report_of(file: SampleFile) -> list[str]:
-    """`Statistics.lines` of the time when the samples were encoded."""
-    return list(file.details["report"])
-
-
-def example_of(file: SampleFile) -> Runs:
-    """The first sample with a target, not truncated."""
-    return [(text, trained) for text, trained in file.details["example"]]
-
-
-def holds_text_only(file: SampleFile) -> bool:
-    """Whether every sample is a plain text without a prompt, so that every token is trained."""
-    return bool(file.details["text_only"])
-
-
-def holds_chats(file: SampleFile) -> bool:
-    """Whether any sample is a conversation."""
-    return bool(file.details["chats"])
-
-
-def holds_pairs(file: SampleFile) -> bool:
-    """Whether samples are pairs: the even ones are chosen answers, each followed by the rejected one."""
-    return bool(file.details["pairs"])
-
-
-def holds_unpaired(file: SampleFile) -> bool:
-    """Whether the even samples are answers labelled by `marks`, each followed by a mismatched one."""
-    return bool(file.details.get("unpaired"))
-
-
 def _encoded(
-    source: Source, encoder: Encoder, statistics: Statistics, details: dict[str, Any], tell: Callable[[int], None]
+    source: Source, encoder: Encoder, statistics: Statistics, details: Details, tell: Callable[[int], None]
 ) -> Iterator[EncodedSample]:
     """The encoded samples of `source`. Fills `statistics`, and `details` at its end. tell: is called with the number of
     rows so far."""
@@ -308,14 +291,9 @@ def _encoded(
         reasons = "; ".join(statistics.left_out.lines())
         what = f"no sample is left to train on (left out: {reasons})"
         raise DataError(what, where=source.name, fix="see data.train_on, data.sequence_length and data.too_long")
-    details |= {
-        "report": statistics.lines(),
-        "example": example,
-        "text_only": text_only,
-        "chats": chats,
-        "pairs": "pairs" in kinds,
-        "unpaired": "unpaired" in kinds,
-    }
+    details["report"], details["example"] = statistics.lines(), example
+    details["text_only"], details["chats"] = text_only, chats
+    details["pairs"], details["unpaired"] = "pairs" in kinds, "unpaired" in kinds
 
 
 def _rows_of(source: Source) -> int | None:

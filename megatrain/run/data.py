@@ -32,17 +32,7 @@ from megatrain.data.files import STDLIB
 from megatrain.data.loader import Batch, Loader, batch_of, evaluation_batches, source_seed
 from megatrain.data.packing import Batching, PackedRows, Reference, SampleRows, copies, split_samples
 from megatrain.data.processor import Processor, load_processor, refuse_without_tower
-from megatrain.data.sample_cache import (
-    EncodingProgress,
-    SampleFile,
-    example_of,
-    holds_chats,
-    holds_pairs,
-    holds_text_only,
-    holds_unpaired,
-    prepare_samples,
-    report_of,
-)
+from megatrain.data.sample_cache import EncodingProgress, SampleFile, prepare_samples
 from megatrain.data.sample_sources import Source
 from megatrain.data.stream_rows import BLOCK_ROWS, Packing, StreamRows
 from megatrain.data.text_sources import describe_tokens, pack, prepare_tokens, split_windows, unused_tokens
@@ -434,9 +424,9 @@ class _Opening:
         whole = self._prepared(source, encoder)
         whole.tokens.require_ids_below(self.vocabulary)
         self._refuse_other_kind(whole, name)
-        first, *others = report_of(whole)
+        first, *others = whole.details["report"]
         if runs_on:
-            if not holds_text_only(whole):
+            if not whole.details["text_only"]:
                 what = f"{name} holds samples, which windows would cut anywhere and train including prompts"
                 raise ConfigError(what, where="data.packing", fix="use best_fit or grouped")
             return self._cut([name], whole.tokens, f"{first}, of {name}{self._beginning()}")
@@ -449,9 +439,9 @@ class _Opening:
             rows = f"{counted(len(training), 'row')} of {data.sequence_length:,} tokens"
         packing = f"{packing_words}: {rows}, {training.efficiency:.1%} of them filled; {held}"
         others += [_balance(whole, self.config.train)] if self.unpaired else []
-        texts = self._beginning() if holds_text_only(whole) else ""
+        texts = self._beginning() if whole.details["text_only"] else ""
         facts = [("data", f"{first}, of {name}{texts}"), *(("", line) for line in others), ("packing", packing)]
-        return _Part(training, held_out, facts, example_of(whole), holds_chats(whole), called(name))
+        return _Part(training, held_out, facts, whole.details["example"], whole.details["chats"], called(name))
 
     def _stream(self, name: str, number: int) -> _Part:
         """A streamed source, of which only the first block is known."""
@@ -477,13 +467,13 @@ class _Opening:
     def _refuse_other_kind(self, file: SampleFile, name: str) -> None:
         """Raise `ConfigError` for samples of a kind that the objective does not train on."""
         needs_pairs = self.prefers and not self.unpaired
-        if (holds_pairs(file), holds_unpaired(file)) == (needs_pairs, self.unpaired):
+        if (file.details["pairs"], file.details["unpaired"]) == (needs_pairs, self.unpaired):
             return
         what, fix = (
             f"{name} holds preferences",
             "set train.objective=dpo (orpo, simpo) or data.format, or name other sources",
         )
-        if holds_unpaired(file):
+        if file.details["unpaired"]:
             what, fix = f"{name} holds answers with labels", "set train.objective=kto, or name other sources"
         elif self.prefers:
             needs = "answers with labels" if self.unpaired else "chosen and rejected answers"

@@ -11,7 +11,7 @@ import pytest
 from megatrain.data.detect_kind import source_called
 from megatrain.data.encode import Encoder
 from megatrain.data.packing import Reference, SampleRows, collate, split_samples
-from megatrain.data.sample_cache import holds_pairs, holds_unpaired, prepare_samples, report_of
+from megatrain.data.sample_cache import prepare_samples
 from megatrain.data.sample_formats import Schema
 from megatrain.data.tokenizer import load_tokenizer
 from megatrain.errors import DataError, SampleError
@@ -45,7 +45,7 @@ def chat(*turns: str) -> list[dict[str, str]]:
 )  # fmt: skip
 def test_kto_rows_get_a_mismatched_answer_to_their_prompt(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     file = prepared(tmp_path, rows, SCHEMA)
-    assert (holds_unpaired(file), holds_pairs(file)) == (True, False)
+    assert (file.details["unpaired"], file.details["pairs"]) == (True, False)
     both = [("1", "a"), ("1", "b"), ("2", "b"), ("2", "a"), ("3", "c"), ("3", "b")]
     assert texts(file) == [(f"u:{ask}{EOS}a:{said}{EOS}", f"{said}{EOS}") for ask, said in both]
     assert file.marks[::2].tolist() == [1, 0, 1]
@@ -70,7 +70,7 @@ def test_matched_and_mismatched_samples_are_dropped_together(tmp_path: Path) -> 
     rows = [{"prompt": "p", "completion": text, "label": True} for text in ("a", "b" * 60, "c", "d")]
     file = prepared(tmp_path, rows, SCHEMA, max_tokens=20, too_long="drop")
     assert [all_of for all_of, _ in texts(file)] == [f"pd{EOS}", f"pc{EOS}"]
-    assert "the other answer is left out" in "\n".join(report_of(file))
+    assert "the other answer is left out" in "\n".join(file.details["report"])
 
 
 def test_kto_labels_are_read_and_change_the_fingerprint(tmp_path: Path) -> None:

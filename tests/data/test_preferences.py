@@ -13,7 +13,7 @@ from megatrain.data.detect_kind import source_called
 from megatrain.data.encode import EncodeOptions, Encoder
 from megatrain.data.loader import Loader
 from megatrain.data.packing import Reference, SampleRows, collate, split_samples
-from megatrain.data.sample_cache import SampleFile, holds_pairs, prepare_samples, report_of
+from megatrain.data.sample_cache import SampleFile, prepare_samples
 from megatrain.data.sample_formats import Schema
 from megatrain.data.tokenizer import load_tokenizer
 from megatrain.errors import SampleError
@@ -94,7 +94,7 @@ def test_chosen_and_rejected_share_their_context(
     tmp_path: Path, row: dict[str, Any], schema: Schema | None, whole: str, trained: str
 ) -> None:
     file = prepared(tmp_path, [row], schema)
-    assert holds_pairs(file)
+    assert file.details["pairs"]
     assert texts(file) == [(whole.format(answer), trained.format(answer)) for answer in ("2", "3")]
 
 
@@ -123,7 +123,7 @@ def test_a_pair_is_dropped_whole_if_one_side_is_too_long(tmp_path: Path) -> None
     ]
     file = prepared(tmp_path, rows, max_tokens=16, too_long="drop")
     assert [text for text, _ in texts(file)] == [f"de{EOS}", f"df{EOS}"]
-    report = report_of(file)
+    report = file.details["report"]
     assert report[0].startswith(f"2 samples, {sum(file.lengths)} tokens")
     assert any(line.startswith("left out: 2 the other answer is left out (first: ") for line in report)
 

@@ -13,7 +13,7 @@ import pytest
 
 from megatrain.data.detect_kind import begins_with_text, holds_samples, source_called
 from megatrain.data.encode import EncodeOptions, Encoder, encode_samples
-from megatrain.data.sample_cache import example_of, holds_text_only, prepare_samples, report_of
+from megatrain.data.sample_cache import prepare_samples
 from megatrain.data.sample_formats import Schema
 from megatrain.data.sample_sources import Source
 from megatrain.errors import DataError, SampleError
@@ -39,9 +39,9 @@ def test_equal_content_is_encoded_once_at_any_path(tmp_path: Path, monkeypatch: 
     again = prepare_samples(Source(str(moved)), ENCODER, cache=tmp_path / "cache")
     assert again.tokens.path == first.tokens.path
     assert again.fingerprint == first.fingerprint
-    assert report_of(again) == report_of(first)
-    assert report_of(again)[0].startswith("2 samples")
-    assert "left out: 1 without a target (first: " in report_of(again)[1]
+    assert again.details["report"] == first.details["report"]
+    assert again.details["report"][0].startswith("2 samples")
+    assert "left out: 1 without a target (first: " in again.details["report"][1]
 
 
 def test_the_cache_key_covers_every_input(tmp_path: Path) -> None:
@@ -97,10 +97,10 @@ def test_progress_counts_the_rows_that_have_been_read(tmp_path: Path) -> None:
 def test_an_example_is_kept_with_its_label_mask(tmp_path: Path) -> None:
     path = lines(tmp_path / "x.jsonl", UNANSWERED, CHAT)
     file = prepare_samples(Source(str(path)), ENCODER, cache=tmp_path / "cache")
-    runs = example_of(file)
+    runs = file.details["example"]
     assert [text for text, trained in runs if trained] == ["a<|im_end|>"]
     assert "".join(text for text, _ in runs).startswith("<|im_start|>user\nq<|im_end|>")
-    assert not holds_text_only(file)
+    assert not file.details["text_only"]
 
 
 def test_failed_preparation_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_failed_preparation_leaves_nothing_behind(tmp_path: Path) -> None:
     assert not cache.exists() or not list(cache.iterdir())
     kept = prepare_samples(Source(str(broken)), ENCODER, cache=cache, bad="leave_out")
     assert len(kept) == 1
-    assert "left out: 1 not a line of JSON" in report_of(kept)[1]
+    assert "left out: 1 not a line of JSON" in kept.details["report"][1]
 
 
 @pytest.mark.parametrize(
