@@ -74,12 +74,12 @@ def quantizer_of(config: PreTrainedConfig, *, where: str) -> Quantizer | None:
     if fields is None:
         return None
     kind = _KINDS.get(str(fields.get("quant_method")))
-    if kind is not None and not kind.serialized_names:
-        what = f"transformers {transformers.__version__} does not tell which tensors of a quantized checkpoint make one"
-        raise ModelError(what, where=where, fix="install a later transformers")
     why = f"its method is {fields.get('quant_method')}" if kind is None else kind.refusal(fields)
     if kind is None or why:
         raise ModelError(f"a quantized checkpoint that cannot be dequantized ({why})", where=where, fix=FIX)
+    if not kind.serialized_names:  # only now: a later transformers would be installed for nothing
+        what = f"transformers {transformers.__version__} does not tell which tensors of a quantized checkpoint make one"
+        raise ModelError(what, where=where, fix="install a later transformers")
     return kind(fields)
 
 
