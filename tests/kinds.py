@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tests.tiny import COMMON
 
@@ -55,6 +57,12 @@ KINDS: dict[str, dict[str, Any]] = {
 
 TIED = ("llama", "gpt2", "mixtral", "mamba")
 """Kinds to look at with tied embeddings too."""
+
+
+def case_of(kind: str, *marks: pytest.MarkDecorator) -> Any:
+    """A test's case of this model type, skipped where the installed transformers has no such type."""
+    reason = f"transformers {transformers.__version__} has no {kind}"
+    return pytest.param(kind, marks=(*marks, pytest.mark.skipif(kind not in CONFIG_MAPPING, reason=reason)))
 
 
 def tiny_config(kind: str, **changes: Any) -> PreTrainedConfig:

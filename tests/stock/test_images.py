@@ -22,6 +22,7 @@ from megatrain.hf import StreamedTrainer
 from megatrain.schedule.contents import Weights
 from megatrain.spec import Numerics, Placement, Work
 from megatrain.train.parity import truth
+from tests.kinds import case_of
 from tests.ranks import together, worlds
 from tests.stock.image_models import KINDS, image_batch, image_model, text_batch
 from tests.tiny import equal, relative_error, tiny_model
@@ -35,7 +36,7 @@ FLOOR = 1e-3
 
 def kinds(*fast: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
-        "kind", [pytest.param(kind, marks=() if kind in fast else pytest.mark.slow) for kind in KINDS]
+        "kind", [case_of(kind, *(() if kind in fast else (pytest.mark.slow,))) for kind in KINDS]
     )
 
 

@@ -42,6 +42,7 @@ from megatrain.model.tiny import ordinary_tokens
 from megatrain.run.sampling import Sampling
 from megatrain.run.training import run_training
 from tests.integration.test_architectures import config_of, twin
+from tests.kinds import case_of
 from tests.ranks import together, worlds
 from tests.stock.image_models import IMAGE, KINDS, VOCABULARY, image_model, text_batch
 from tests.tiny import equal, tiny_model
@@ -185,7 +186,7 @@ deepseek_v32 deepseek_v4 minimax_m2 mimo_v2_flash qwen4_exp inkling_mm_model nem
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # the library's own warnings
-@pytest.mark.parametrize("kind", PUBLISHED.split())
+@pytest.mark.parametrize("kind", [case_of(kind) for kind in PUBLISHED.split()])
 def test_a_published_type_trains_from_its_folder_is_read_whole_by_its_class_and_generates(
     kind: str, tmp_path: Path
 ) -> None:
