@@ -50,7 +50,9 @@ def gradients(kind: str, kernels: Kernels, precision: Precision) -> dict[str, Te
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_as_near_to_float64_as_the_librarys(kind: str) -> None:
-    _, exact = parity.truth(tiny_model(kind).double(), STEP)
+    model = tiny_model(kind).double()
+    model.set_experts_implementation("eager")  # torch's grouped product refuses float64
+    _, exact = parity.truth(model, STEP)
 
     def error(found: dict[str, Tensor]) -> float:
         return float(sum((found[name] - exact[name]).square().sum() for name in exact)) ** 0.5
