@@ -38,6 +38,8 @@ def read_model(content: Any, where: str) -> ModelSpec:
         for unit in (units := [dict(unit) for unit in fields["units"]]):
             if type(unit["profile"]) is int:
                 unit["profile"] = numbered[unit["profile"]]
+            if isinstance(unit["params"], list):  # not told is not none: Muon refuses such a model
+                unit["params"] = [{"products": -1, **param} for param in unit["params"]]
         model: ModelSpec = checked({**fields, "units": units}, ModelSpec, ModelError, "model")
         if not model.name.isprintable():
             raise ValueError(f"{model.name!r:.40} is not a name")

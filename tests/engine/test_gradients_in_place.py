@@ -66,7 +66,7 @@ def total_of(uses: list[Use], dtype: torch.dtype, in_place: bool) -> Tensor:
     total, weight = GradientAccumulator(), torch.randn(ROWS, WIDTH)
     for use in uses:
         leaf, x = weight.clone().requires_grad_(), torch.randn(2, 7, WIDTH, requires_grad=True)
-        total.take_from([("w", leaf)])
+        total.register_hooks([("w", leaf)])
         with GradientsInPlace([("w", leaf)], total) if in_place else nullcontext():
             loss = use(x, leaf)
         total.sum_in(memory)
@@ -133,7 +133,7 @@ def test_autograd_accumulates_in_place_with_the_same_bits(
         with Engine.from_model(model, "cpu", numerics=numerics, policy=policy, verify=False) as engine:
             return engine.gradients(unequal_batches()[:1])
 
-    monkeypatch.setattr(GradientAccumulator, "take", watched)
+    monkeypatch.setattr(GradientAccumulator, "accumulate", watched)
     found = gradients()
     assert same_memory
     assert all(same_memory)

@@ -141,7 +141,7 @@ def test_gradient_sums_reset_and_zero_untouched_ranges() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         leaf = torch.zeros(6, 5, dtype=dtype, requires_grad=True)
         leaf.grad = torch.ones(6, 5, dtype=dtype)
-        total.take("l.a", leaf)
+        total.accumulate("l.a", leaf)
     total.finish()
     fields = LAYOUT.by_name
     assert torch.equal(flat[fields["l.a"].start : fields["l.a"].stop], torch.full((30,), 2.0))

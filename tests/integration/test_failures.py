@@ -358,7 +358,7 @@ def test_a_backward_pass_left_in_the_middle_leaves_no_gradient_behind(
     """Leaves and sums outlive a step: Ctrl-C before a leaf's gradient is taken, or before one in its sum is."""
     from megatrain.engine import gradient_accumulation as sums
 
-    take, left, policy = sums.GradientAccumulator.take, list[str](), Policy(shares_memory=device == "cpu")
+    take, left, policy = sums.GradientAccumulator.accumulate, list[str](), Policy(shares_memory=device == "cpu")
 
     def interrupted(self: sums.GradientAccumulator, name: str, leaf: Tensor) -> None:
         left.append(name)
@@ -366,7 +366,7 @@ def test_a_backward_pass_left_in_the_middle_leaves_no_gradient_behind(
             raise KeyboardInterrupt
         take(self, name, leaf)
 
-    monkeypatch.setattr(sums.GradientAccumulator, "take", interrupted)
+    monkeypatch.setattr(sums.GradientAccumulator, "accumulate", interrupted)
     with Engine.from_model(tiny_model("llama-tied"), device, "fp32", policy=policy, verify=False) as engine:
         with pytest.raises(KeyboardInterrupt):
             engine.gradients(unequal_batches())
