@@ -396,6 +396,13 @@ Sides = tuple[Tensor, ...]
 """What a layer records for the auxiliary loss: router logits [tokens, experts]."""
 
 
+class Measured(Protocol):
+    """What running a model on zeros tells about it (`profile.Measurement`)."""
+
+    def spec(self) -> ModelSpec: ...
+    def parts(self) -> list[tuple[str, ...]]: ...
+
+
 class Encoder(Protocol):
     """The layers of an encoder that are units of their own (`encoder_stack.EncoderStack`)."""
 
@@ -438,10 +445,8 @@ class PortedModel:
     """The arguments that its forward takes."""
     marks: Sequence[str] = ()
     """Arguments that its forward wants of text, too: zeros for every token (`forward_arguments.MARKS`)."""
-    measure: Callable[[], ModelSpec] | None = None
-    """Runs it on zeros for `spec`."""
-    find_parts: Callable[[], list[tuple[str, ...]]] | None = None
-    """Finds `parts` in the same way."""
+    measured: Measured | None = None
+    """Measures profiles and token-wise parts on demand."""
     adapter: Adapter | None = None
     """The adapter that trains over a frozen base, if any."""
     in_files: InFiles = field(default_factory=lambda: InFiles({}, {}))
@@ -465,8 +470,8 @@ class PortedModel:
     def spec(self) -> ModelSpec:
         """The specification with the memory profiles of units, measured on first use (planning needs it)."""
         if self.profiled is None:
-            assert self.measure is not None
-            self.profiled = self.measure().on_a_cpu() if self._on_a_cpu else self.measure()
+            assert self.measured is not None
+            self.profiled = self.measured.spec().on_a_cpu() if self._on_a_cpu else self.measured.spec()
         return self.profiled
 
     def compute_on(self, device: torch.device) -> None:
@@ -500,8 +505,8 @@ class PortedModel:
     @cached_property
     def parts(self) -> list[tuple[str, ...]]:
         """Names of the token-wise parts of each layer (`chunked_layers`)."""
-        assert self.find_parts is not None
-        return self.find_parts()
+        assert self.measured is not None
+        return self.measured.parts()
 
     def prefix(self, index: int) -> str:
         """Name prefix of the parameters of layer `index`, counted from 0: `model.layers.3.`"""

@@ -9,9 +9,10 @@ model that cannot be trained exactly is refused with a `ModelError`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -110,7 +111,7 @@ def port_model(model: nn.Module, dtype: torch.dtype) -> PortedModel:
             with (
                 torch.random.fork_rng(devices=[]),
                 torch.inference_mode(False),
-                _foreign_errors(model, dtype),
+                _foreign_errors(type(model).__name__, dtype),
             ):
                 ported = _ported(model, stack, dtype)
                 ported.adapter = adapter
@@ -133,15 +134,31 @@ def _ported(model: PreTrainedModel, stack: str, dtype: torch.dtype) -> PortedMod
             ported.balance_coefficient = _learn_balance(ported, look.sides)
     if ported.balance_coefficient is not None:
         ported.structure = _recording(ported, look.sides)
-    measurement, named = Measurement(ported, look.kinds, look.sides, PROBE_TOKENS), _foreign_errors(model, dtype)
-    ported.measure, ported.find_parts = named(measurement.spec), named(measurement.parts)
+    ported.measured = _Measured(ported, look, partial(_foreign_errors, type(model).__name__, dtype))
     return ported
 
 
+class _Measured:
+    """`Measurement` whose errors name the model."""
+
+    def __init__(
+        self, ported: PortedModel, look: FirstLook, errors: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._measurement = Measurement(ported, look.kinds, look.sides, PROBE_TOKENS)
+        self._errors = errors
+
+    def spec(self) -> ModelSpec:
+        with self._errors():
+            return self._measurement.spec()
+
+    def parts(self) -> list[tuple[str, ...]]:
+        with self._errors():
+            return self._measurement.parts()
+
+
 @contextmanager
-def _foreign_errors(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """In the block, or a function that it decorates, turn what the model's code raises in pieces into `ModelError`."""
-    where = f"model {type(model).__name__}"
+def _foreign_errors(name: str, dtype: torch.dtype) -> Iterator[None]:
+    """Turn whatever the model's own code raises when run in pieces into a `ModelError`."""
     try:
         yield
     except MegaTrainError:
@@ -149,7 +166,7 @@ def _foreign_errors(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     except Exception as error:
         raise ModelError(
             f"cannot be run layer by layer in {str(dtype).removeprefix('torch.')} ({typed_line(error)})",
-            where=where,
+            where=f"model {name}",
             fix="" if dtype == torch.float32 else "precision=fp32 may work",
         ) from error
 

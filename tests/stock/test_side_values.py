@@ -246,8 +246,7 @@ def test_chosen_positions_are_priced_as_many_as_there_are_in_long_sequences() ->
     for module in ported.templates[0].modules():
         if hasattr(module, "index_topk"):
             module.index_topk = 48
-    ported.structure = replace(ported.structure, max_positions=10_000)
-    (side,) = ported.spec.sides
+    (side,) = ported.measured._measurement._sized((8, 16, 32), 10_000)  # type: ignore[union-attr]
     assert [side.nbytes(10 * length, length) for length in (8, 32, 48, 10_000)] == [
         10 * length * 4 * min(length, 48) for length in (8, 32, 48, 10_000)
     ]
