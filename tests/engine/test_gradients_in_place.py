@@ -120,7 +120,7 @@ def test_autograd_accumulates_in_place_with_the_same_bits(
 ) -> None:
     numerics, policy = Numerics(precision, loss_chunk_tokens=8), Policy(shares_memory=True)  # type: ignore[arg-type]
     same_memory: list[bool] = []
-    take = GradientAccumulator.take
+    take = GradientAccumulator.accumulate
 
     def watched(self: GradientAccumulator, name: str, leaf: Tensor) -> None:
         if leaf.grad is not None and name in self._claimed:
