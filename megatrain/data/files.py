@@ -217,6 +217,8 @@ def about_tokens(sources: Sequence[str], tokenizer: str = "", pattern: str = "*"
 # line (`read_rows.py`).
 
 CHUNK_CHARACTERS = 1 << 20
+CUT_TOKEN_CHARACTERS = 16
+"""An error this close to the end of the text read so far may come from a token that is cut there: `tru`, `\\ud83`."""
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 
@@ -286,7 +288,8 @@ class _Stream:
             try:
                 value, end = _DECODER.raw_decode(self._text, self._at)
             except json.JSONDecodeError as error:
-                if self._ended:  # else what follows may mend it
+                may_be_cut = error.msg.startswith("Unterminated") or error.pos + CUT_TOKEN_CHARACTERS >= len(self._text)
+                if self._ended or not may_be_cut:  # else what follows may mend it
                     line = self.line + self._text.count("\n", self._at, error.pos)
                     raise MalformedJson(error.msg, line) from error
             except ValueError as error:

@@ -58,6 +58,13 @@ def test_json_errors_name_the_line(
     assert caught.value.line == line
 
 
+def test_an_early_error_in_a_json_list_is_found_without_reading_on() -> None:
+    file = io.StringIO('[{"a": 1 "b": 2},' + ",".join(["1"] * files.CHUNK_CHARACTERS) + "]")
+    with pytest.raises(MalformedJson, match="delimiter"):
+        list(list_elements(file))
+    assert file.tell() == files.CHUNK_CHARACTERS
+
+
 def test_duplicate_json_keys_are_refused() -> None:
     assert parse_json('{"a": {"a": 1}}') == {"a": {"a": 1}}
     with pytest.raises(ValueError, match="'a' twice"):
