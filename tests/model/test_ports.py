@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from weakref import ref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -55,6 +58,16 @@ def test_every_parameter_has_one_place_and_no_storage_of_its_own(family: str) ->
     for root in (ported.skeleton, *ported.templates):
         assert all(p.is_meta and p.dtype == torch.bfloat16 for p in root.parameters())
     assert ported.structure.tied == ("lm_head.weight" not in names)
+
+
+def test_a_split_model_does_not_keep_the_weights_of_the_given_one() -> None:
+    model = tiny_model()
+    weight = ref(next(model.parameters()))
+    ported = port_model(model, torch.float32)
+    del model
+    gc.collect()
+    assert weight() is None
+    assert ported.measure is not None
 
 
 def test_experts_count_by_their_active_share() -> None:
