@@ -165,7 +165,10 @@ def as_begun(config: Config, resumed: Checkpoint) -> Config:
     given = {name: getattr(train, name) for name in SIZES if getattr(train, name) is not None}
     goes_on = all(then[name] == size for name, size in given.items())
     kept = {name: then[name] for name in ("micro_batch_size", "gradient_accumulation_steps")} if goes_on else {}
-    numerics, overrides = resumed.training["engine"]["numerics"], config.policy.overrides
+    numerics, overrides = resumed.training.get("engine", {}).get("numerics"), config.policy.overrides
+    if numerics is None:
+        what, fix = "is of a version before the first release", "start from it with model.path"
+        raise CheckpointError(what, where=str(resumed.folder), fix=fix)
     held = {name: numerics.get(name) for name in NUMERICS if name not in overrides}
     return config.model_copy(
         update={

@@ -212,7 +212,8 @@ def written_whole(path: Path) -> Iterator[Path]:
 
     An existing file stays in place until then, or if writing fails. Raises `OSError` if the folder refuses it.
     """
-    draft = path.with_name(f".{path.stem}.{os.getpid()}.part{path.suffix}")
+    name = f"{os.getpid()}-{os.urandom(4).hex()}"  # containers that share a folder may have equal process ids
+    draft = path.with_name(f".{path.stem}.{name}.part{path.suffix}")
     try:
         yield draft
         draft.replace(path)

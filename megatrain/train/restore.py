@@ -79,9 +79,10 @@ def as_saved(
 
 
 def facts_in(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """The engine's part of `training.json`. Raises `CheckpointError` if no engine wrote the checkpoint."""
+    """The engine's part of `training.json`. Raises `CheckpointError` if no engine wrote the checkpoint, or one of a
+    version before the first release."""
     facts = checkpoint.training.get(ENGINE)
-    if not isinstance(facts, dict) or not {"steps", "updates"} <= facts.keys():
+    if not isinstance(facts, dict) or not {"steps", "updates", "missed", "numerics", "max_grad_norm"} <= facts.keys():
         raise CheckpointError("holds no engine state", where=str(checkpoint.folder), fix="resume from another one")
     return facts
 

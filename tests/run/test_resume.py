@@ -251,6 +251,12 @@ def test_a_run_keeps_its_numerics_on_resume(tmp_path: Path) -> None:
     assert "weight_slots" not in set(begun) - set(config.policy.overrides)
 
 
+def test_a_checkpoint_of_before_the_first_release_is_refused(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    with pytest.raises(CheckpointError, match="before the first release"):
+        as_begun(config, on_paper(tmp_path, config.model_dump(mode="json"), policy={}))
+
+
 # Faults --------------------------------------------------------------------------------------------------------------
 
 
