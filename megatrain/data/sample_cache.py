@@ -31,7 +31,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias, TypedDict, cast
 
@@ -47,6 +46,7 @@ from megatrain.data.read_rows import JSON_LINES, SEPARATED, Bad, LeftOut, commit
 from megatrain.data.sample_formats import Sample
 from megatrain.data.sample_sources import Source, read_samples
 from megatrain.data.token_files import TokenArray, TokenFile, open_tokens, write_tokens
+from megatrain.data.tokenizer import batched
 from megatrain.errors import DataError
 from megatrain.system.atomic import sync
 from megatrain.system.locks import alone
@@ -54,7 +54,9 @@ from megatrain.system.paths import usable_path, written_whole
 
 TABLE = ".arrow"
 WRITTEN_ROWS = 256
-"""Rows of the table that are written at a time."""
+"""Rows of the table that are written at a time; fewer if they hold images."""
+IMAGES_OF_A_ROW_NBYTES = 1 << 16
+"""Bytes of images that count as a row more."""
 TOLD_ROWS = 256
 """Rows between two calls of a progress function."""
 
@@ -206,10 +208,16 @@ def _ids_of(samples: Iterator[EncodedSample], path: Path, *, has_images: bool) -
     schema = _schema(has_images=has_images)
     with written_whole(path.with_suffix(TABLE)) as draft:  # before `write_tokens` completes `.bin` and `.json`
         with pyarrow.ipc.new_file(str(draft), schema) as writer:
-            while together := list(islice(samples, WRITTEN_ROWS)):
+            for together in batched(samples, _rows_counted, WRITTEN_ROWS):
                 writer.write(pyarrow.RecordBatch.from_pylist([_row(sample) for sample in together], schema))
                 yield from (sample.ids for sample in together)
         sync(draft)  # so that a power cut leaves no complete ids beside an incomplete mask
+
+
+def _rows_counted(sample: EncodedSample) -> int:
+    """As how many rows a sample counts that waits in memory with its images."""
+    images = () if sample.images is None else sample.images.images
+    return 1 + sum(len(image.data or b"") for image in images) // IMAGES_OF_A_ROW_NBYTES
 
 
 def _row(sample: EncodedSample) -> dict[str, Any]:

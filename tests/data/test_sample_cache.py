@@ -9,11 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatrain.data.detect_kind import begins_with_text, holds_samples, source_called
-from megatrain.data.encode import EncodeOptions, Encoder, encode_samples
-from megatrain.data.sample_cache import prepare_samples
+from megatrain.data.encode import EncodedSample, EncodeOptions, Encoder, encode_samples
+from megatrain.data.images import Image
+from megatrain.data.processor import ImageText
+from megatrain.data.sample_cache import prepare_samples, write_samples
 from megatrain.data.sample_formats import Schema
 from megatrain.data.sample_sources import Source
 from megatrain.errors import DataError, SampleError
@@ -92,6 +95,14 @@ def test_progress_counts_the_rows_that_have_been_read(tmp_path: Path) -> None:
     path, told = lines(tmp_path / "x.jsonl", *[CHAT] * 300), list[tuple[str, int, int | None]]()
     prepare_samples(Source(str(path)), ENCODER, cache=tmp_path / "c", progress=lambda *said: told.append(said))
     assert told == [(str(path), 256, 300), (str(path), 300, 300)]
+
+
+def test_few_images_wait_in_memory_until_they_are_written(tmp_path: Path) -> None:
+    text = ImageText("", (Image("", "", b"x" * (1 << 20)),), "")
+    row = EncodedSample(np.ones(3, np.int32), np.ones(3, np.bool_), "", images=text)
+    file = write_samples(tmp_path / "a.bin", [row] * 40, 2, {}, has_images=True)
+    assert max(batch.num_rows for batch in file.table.to_batches()) <= 16
+    assert len(file) == 40
 
 
 def test_an_example_is_kept_with_its_label_mask(tmp_path: Path) -> None:
