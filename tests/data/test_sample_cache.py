@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,17 @@ def test_progress_counts_the_rows_that_have_been_read(tmp_path: Path) -> None:
     path, told = lines(tmp_path / "x.jsonl", *[CHAT] * 300), list[tuple[str, int, int | None]]()
     prepare_samples(Source(str(path)), ENCODER, cache=tmp_path / "c", progress=lambda *said: told.append(said))
     assert told == [(str(path), 256, 300), (str(path), 300, 300)]
+
+
+def test_tokens_are_counted_a_few_samples_at_a_time(tmp_path: Path) -> None:
+    rows = [EncodedSample(np.arange(size, dtype=np.int32), np.ones(size, np.bool_), "") for size in (1, 300, 2)]
+    file = write_samples(tmp_path / "a.bin", rows * 5_000, 300, {})
+    tracemalloc.start()
+    try:
+        assert file.counts(1).tolist() == [0, 1, 1] * 5_000
+        assert tracemalloc.get_traced_memory()[1] < 6 * len(file.tokens)
+    finally:
+        tracemalloc.stop()
 
 
 def test_few_images_wait_in_memory_until_they_are_written(tmp_path: Path) -> None:
