@@ -67,7 +67,7 @@ def test_a_split_model_does_not_keep_the_weights_of_the_given_one() -> None:
     del model
     gc.collect()
     assert weight() is None
-    assert ported.measure is not None
+    assert ported.measured is not None
 
 
 def test_experts_count_by_their_active_share() -> None:
