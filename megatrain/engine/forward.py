@@ -134,9 +134,11 @@ def attention_kernels(call: Call, hidden: Tensor) -> AbstractContextManager[obje
     if not hidden.is_cuda:
         return NOTHING
     square = (hidden.shape[1],) * 2
-    tensors = (value for value in (*call.args, *call.kwargs.values()) if isinstance(value, Tensor))
-    masked = any(value.dim() == 4 and value.shape[2:] == square for value in tensors)
-    return WithoutCudnnAttention() if masked else NOTHING
+    for value in (*call.args, *call.kwargs.values()):
+        several = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple) else (value,)
+        if any(isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[2:] == square for mask in several):
+            return WithoutCudnnAttention()
+    return NOTHING
 
 
 Run = Callable[[], tuple[Tensor, dict[int, Tensor]]]
