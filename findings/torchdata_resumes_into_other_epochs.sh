@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# torchdata's loaders, resumed from their own state, train other epochs than a run that was not interrupted.
+# torchdata's loaders, resumed from their own state, yield other epochs than those of a run that was not interrupted.
 #
 # Versions: torchdata 0.11.0, torch 2.13.0, numpy 2.4.6.
 # Expected: `load_state_dict` in a new process of the same program, with the same seeds, goes on with the rows that were left, and the epochs after that

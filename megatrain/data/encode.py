@@ -194,8 +194,9 @@ class Encoder:
     def identity(self) -> str:
         """A hash of everything that the tokens and targets of a sample depend on: part of the key of a cache."""
         special = self.tokenizer.special_tokens_map  # templates refer to them
-        content = [FORMAT, tokenizer_identity(self.tokenizer), self._template_text, special, asdict(self.options)]
-        content += [self.dates, self.leading, self.processor and self.processor.identity]
+        options = {**asdict(self.options), "bos": (self.options.bos and self.leading) or None}
+        content = [FORMAT, tokenizer_identity(self.tokenizer), self._template_text, special, options, self.dates]
+        content.append(self.processor and self.processor.identity)
         return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 

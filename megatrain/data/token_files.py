@@ -116,11 +116,15 @@ def write_tokens(
         with draft.open("wb") as file:
             tokens = _write_arrays(file, arrays, vocab_size, DTYPES[dtype], path)
         sync(draft)
-        description.unlink(missing_ok=True)  # it must not describe the new ids
-    head = {"dtype": dtype, "tokens": tokens, "vocab_size": vocab_size, "details": dict(details or {})}
-    with written_or_refused(description, DataError, fix) as draft:
-        draft.write_text(json.dumps(head, indent=1))
-        sync(draft)
+        head = {"dtype": dtype, "tokens": tokens, "vocab_size": vocab_size, "details": dict(details or {})}
+        content = json.dumps(head, indent=1)
+        stays = description.is_file() and description.read_text() == content  # it may be in use
+        if not stays:
+            description.unlink(missing_ok=True)  # it must not describe the new ids
+    if not stays:
+        with written_or_refused(description, DataError, fix) as draft:
+            draft.write_text(content)
+            sync(draft)
     sync(path.parent)
     return open_tokens(path)
 

@@ -114,7 +114,7 @@ def input_of(step: StepState, op: Op, lease: Lease, unit: int) -> Tensor:
 
 
 class WithoutCudnnAttention:
-    """Keeps PyTorch from cuDNN's kernel for attention with a mask, which it prefers on Hopper and Blackwell.
+    """Keeps PyTorch from cuDNN's attention kernel, which it prefers on Hopper and Blackwell, for calls with a mask.
 
     That kernel's backward pass can be NaN for the queries of a row whose length is an odd multiple of 64 (PyTorch 2.11
     to 2.13, pytorch/pytorch issue 196678). PyTorch's other kernels are right, and so is cuDNN's without a mask.
@@ -129,8 +129,8 @@ class WithoutCudnnAttention:
 
 
 def attention_kernels(call: Call, hidden: Tensor) -> AbstractContextManager[object]:
-    """A context in which a layer's attention takes kernels that are right for its arguments. hidden: [batch, length,
-    hidden size]."""
+    """A context in which PyTorch chooses an attention kernel whose gradients are correct for a layer's arguments.
+    hidden: its hidden state, [batch, length, hidden size]."""
     if not hidden.is_cuda:
         return NOTHING
     square = (hidden.shape[1],) * 2

@@ -25,7 +25,7 @@ from megatrain.model.mapped_tensors import lazy_zeros
 from megatrain.model.peak import SkipLargeProducts
 from megatrain.model.ports import Call, Capture, Port, PortedModel, Script, Weights, with_layers
 from megatrain.model.profile import portable_attention
-from megatrain.model.recomputed_encoders import outermost_lists
+from megatrain.model.recomputed_encoders import outermost_module_lists
 from megatrain.model.user_patches import Buffers
 from megatrain.model.weight_reads import OrderOfUse, ReadByProducts, Uses, in_order_of_use, reachable_leaves
 from megatrain.spec import ModelSpec, ParamSpec, UnitSpec
@@ -205,7 +205,7 @@ def stream_encoder(ported: PortedModel, row: Mapping[str, Tensor], values: int) 
 
 
 def _find_encoder(ported: PortedModel, rows: Mapping[str, Tensor], values: int) -> None:
-    lists = {name: module for name, module in outermost_lists(ported.skeleton).items() if name != ported.stack}
+    lists = {name: module for name, module in outermost_module_lists(ported.skeleton).items() if name != ported.stack}
     for name in sorted(lists, key=lambda name: -sum(p.numel() for p in lists[name].parameters())):
         layers = list(lists[name].children())
         if not layers or not _reaches(ported, layers[0], rows):

@@ -314,7 +314,7 @@ def _on_the_cpu(ported: PortedModel) -> Iterator[None]:
         ported.to_device(before)
 
 
-UNCAPPED = "sdpa_uncapped"
+SDPA_WITHOUT_SOFTCAP = "sdpa_uncapped"
 """sdpa as a stand-in for kernels that cap scores inside, which changes no shape. The library's refuses a cap."""
 
 
@@ -322,8 +322,8 @@ def _uncapped(*args: Any, softcap: float | None = None, **kwargs: Any) -> Any:
     return sdpa_attention_forward(*args, **kwargs)
 
 
-ALL_ATTENTION_FUNCTIONS.register(UNCAPPED, _uncapped)
-ALL_MASK_ATTENTION_FUNCTIONS.register(UNCAPPED, sdpa_mask)
+ALL_ATTENTION_FUNCTIONS.register(SDPA_WITHOUT_SOFTCAP, _uncapped)
+ALL_MASK_ATTENTION_FUNCTIONS.register(SDPA_WITHOUT_SOFTCAP, sdpa_mask)
 
 
 @contextmanager
@@ -332,7 +332,7 @@ def portable_attention(skeleton: PreTrainedModel) -> Iterator[None]:
     config = skeleton.config
     chosen = config._attn_implementation
     if chosen not in ("sdpa", "eager"):
-        config._attn_implementation = "sdpa" if skeleton._supports_sdpa else UNCAPPED
+        config._attn_implementation = "sdpa" if skeleton._supports_sdpa else SDPA_WITHOUT_SOFTCAP
     try:
         yield
     finally:

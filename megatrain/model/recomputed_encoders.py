@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 
-def outermost_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
+def outermost_module_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
     """The module lists that are in no other, by name."""
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     return {name: lists[name] for name in lists if not any(name.startswith(f"{other}.") for other in lists)}
@@ -28,7 +28,7 @@ def outermost_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
 
 def encoder_layers(skeleton: nn.Module, stack: str) -> list[nn.Module]:
     """The layers of encoders. stack: name of the module list of decoder layers."""
-    lists = outermost_lists(skeleton)
+    lists = outermost_module_lists(skeleton)
     layers = [layer for name in lists if name != stack for layer in lists[name].children()]
     return [layer for layer in layers if any(True for _ in layer.parameters())]
 

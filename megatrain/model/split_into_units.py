@@ -47,7 +47,7 @@ from megatrain.model.ports import (
     with_layers,
 )
 from megatrain.model.profile import Measurement, portable_attention, window_of
-from megatrain.model.recomputed_encoders import encoder_layers, outermost_lists
+from megatrain.model.recomputed_encoders import encoder_layers, outermost_module_lists
 from megatrain.model.router_logits import install_recorders, recorded
 from megatrain.model.side_values import (
     Passing,
@@ -187,7 +187,7 @@ def refuse_other_kinds(model: nn.Module) -> None:
 
 def _stacks(model: nn.Module) -> list[str]:
     """Names of the outermost module lists that may be the decoder layers, most parameters first."""
-    lists = {name: module for name, module in outermost_lists(model).items() if len(module)}
+    lists = {name: module for name, module in outermost_module_lists(model).items() if len(module)}
     if not lists:
         raise ModelError("has no list of decoder layers", where=f"model {type(model).__name__}")
     return sorted(lists, key=lambda name: -sum(p.numel() for p in lists[name].parameters()))[:MOST_STACKS]

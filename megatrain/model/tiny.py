@@ -29,7 +29,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from megatrain.errors import ModelError, typed_line
 from megatrain.model.architecture import auto_class, ropes_of
-from megatrain.model.recomputed_encoders import outermost_lists
+from megatrain.model.recomputed_encoders import outermost_module_lists
 from megatrain.model.skeleton import on_the_cpu
 from megatrain.model.weight_sources import quiet
 
@@ -275,7 +275,7 @@ def _stacks(model: PreTrainedModel, config: PreTrainedConfig, path: Path = ()) -
     """All stacks of layers, including those of nested configs."""
     stacks: list[_Stack] = []
     plain = _plain(config)
-    lists = outermost_lists(model)
+    lists = outermost_module_lists(model)
     counts = [value for name, value in plain.items() if LAYER_COUNT.fullmatch(name) and isinstance(value, int)]
     for depth in (getattr(config, "decoder_layers", None), getattr(config, "num_hidden_layers", None), *counts):
         modules = tuple(name for name in lists if len(lists[name]) == depth)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from difflib import get_close_matches
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from platform import python_version
 from typing import Any, Literal
 
@@ -72,10 +72,17 @@ def as_saved(
         "optimizer": streamed.algorithm.as_json(),
         "numerics": asdict(numerics),
         "versions": {"python": python_version(), "megatrain": __version__}
-        | {name: version(name) for name in LIBRARIES},
+        | {name: _version_of(name) for name in LIBRARIES},
         **frozen,
     }
     return {ENGINE: facts, CALLER: _as_now(dict(training))}
+
+
+def _version_of(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:  # of a library that was built in place: no reason to fail a save
+        return "unknown"
 
 
 def facts_in(checkpoint: Checkpoint) -> Mapping[str, Any]:

@@ -89,6 +89,17 @@ def test_a_crash_between_both_files_is_detected(tmp_path: Path, monkeypatch: pyt
     assert "has no x.json" in refused(path)
 
 
+def test_a_description_that_stays_the_same_is_never_missing(tmp_path: Path) -> None:
+    """Another process may be opening it."""
+    path = tmp_path / "x.bin"
+    write_tokens(path, [np.arange(3)], 10)
+    before = path.with_suffix(".json").stat().st_ino
+    write_tokens(path, [np.arange(3) + 1], 10)
+    assert path.with_suffix(".json").stat().st_ino == before
+    write_tokens(path, [np.arange(4)], 10)
+    assert open_tokens(path).ids.tolist() == [0, 1, 2, 3]
+
+
 def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match="cannot be written"):

@@ -1,4 +1,4 @@
-"""When ranks of one machine end, the user sees what they said, without torchrun's report."""
+"""When a rank fails, the user sees what it said, without torchrun's report of forty lines."""
 
 from __future__ import annotations
 

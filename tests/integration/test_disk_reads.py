@@ -1,4 +1,4 @@
-"""A save or an export of state on the disk reads hardly more bytes of it than it writes."""
+"""Saving or exporting state that lies on the disk reads hardly more bytes than it writes."""
 
 from __future__ import annotations
 

@@ -265,10 +265,10 @@ def test_a_bos_token_is_optional_and_changes_no_cache_without_one(tmp_path: Path
     for has_bos in (True, False):
         tokenizer = text_tokenizer(has_bos=has_bos)
         files = [prepare_tokens([str(tmp_path / "a.txt")], tokenizer, cache=tmp_path, bos=bos) for bos in (True, False)]
-        encoder = Encoder(tokenizer, EncodeOptions(bos=False))
+        encoders = [Encoder(tokenizer, EncodeOptions(bos=bos)) for bos in (True, False)]
         bare = [*b"one\ntwo", tokenizer.eos_token_id]
         assert files[0].ids.tolist() == [tokenizer.bos_token_id] * has_bos + bare
         assert files[1].ids.tolist() == bare
-        assert (files[0].path != files[1].path) is has_bos
-        (found,) = encode_samples([Sample("a", text="one\ntwo")], encoder, Statistics())
+        assert (files[0].path != files[1].path) is (encoders[0].identity != encoders[1].identity) is has_bos
+        (found,) = encode_samples([Sample("a", text="one\ntwo")], encoders[1], Statistics())
         assert found.ids.tolist() == bare
