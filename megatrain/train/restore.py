@@ -89,7 +89,10 @@ def facts_in(checkpoint: Checkpoint) -> Mapping[str, Any]:
     """The engine's part of `training.json`. Raises `CheckpointError` if no engine wrote the checkpoint, or one of a
     version before the first release."""
     facts = checkpoint.training.get(ENGINE)
-    if not isinstance(facts, dict) or not {"steps", "updates", "missed", "numerics", "max_grad_norm"} <= facts.keys():
+    needed = {"steps", "updates", "missed"}
+    if not isinstance(checkpoint, PeerCheckpoint):
+        needed |= {"numerics", "max_grad_norm"}
+    if not isinstance(facts, dict) or not needed <= facts.keys():
         raise CheckpointError("holds no engine state", where=str(checkpoint.folder), fix="resume from another one")
     return facts
 
