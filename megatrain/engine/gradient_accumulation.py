@@ -105,6 +105,21 @@ class SumBuffer:
         self.gaps = [flat[start:stop] for start, stop in layout.gaps]
 
 
+ELEMENTS_AT_ONCE = 1 << 20
+
+
+def _add(total: Tensor, term: Tensor) -> None:
+    """Add a term to a total of the same shape, which is contiguous. On a CPU, PyTorch first makes a copy of the whole
+    term in the total's dtype, more than anything else that a step allocates if the term is an output layer's."""
+    if total.dtype == term.dtype or not total.is_cpu:
+        total.add_(term)
+        return
+    for part, more in zip(
+        total.view(-1).split(ELEMENTS_AT_ONCE), term.reshape(-1).split(ELEMENTS_AT_ONCE), strict=True
+    ):
+        part.add_(more)
+
+
 OnComplete = Callable[[str], None]
 """Called with a parameter's name when its gradient from one backward pass has been added."""
 
@@ -143,7 +158,7 @@ class GradientAccumulator:
             if gradient.data_ptr() != view.data_ptr():  # autograd has added another term to it
                 view.copy_(gradient)
         elif name in self._started:
-            view.add_(gradient)
+            _add(view, gradient)
         else:
             view.copy_(gradient)
         self._started[name] = True
