@@ -5,8 +5,9 @@
 Sequences of 8,192 tokens, 4 and 16 per step. "In memory" is the same step with weights, gradients and optimizer state
 on the device and all graphs kept, whether that fits or not (`bench.zero3`). "Fused" is the first with fused functions
 in place of the library's (`policy.kernels`), its share of that same speed in memory, and its MFU: the step's necessary
-operations over what the device's peak would do in that time. The last columns say what is full: compute in the step,
-and the way to host memory in the forward pass. Every number is planned.
+operations over what the device's peak would do in that time. After it is the most that this MFU could be: that of fused
+functions with everything in memory. The last columns say what is full: compute in the step, and the way to host memory
+in the forward pass. Every number is planned.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class Row:
     fused: float
     """Planned with fused functions; all others are without."""
     fused_mfu: float
+    most_mfu: float
+    """With fused functions and everything in memory."""
     in_memory: float
     kept: Mapping[str, float]
     """Kind -> share of the layers and micro-batches that keep it."""
@@ -63,8 +66,9 @@ def compared(name: str, sequences: int) -> Row:
     busy = plan.timeline.utilisation("compute"), leaving(plan.timeline)
     planned, without, faster = (each.tokens_per_second for each in (plan, plain, fused))
     flops = step_flops(question.model, [(sequences, LENGTH)]) / (sequences * LENGTH)
-    mfu = faster * flops / (question.hardware.peak_flops or math.inf)
-    return Row(name, sequences, planned, without, faster, mfu, speed, kept, *busy)
+    peak = question.hardware.peak_flops or math.inf
+    mfu, most = (rate * flops / peak for rate in (faster, question.tokens_per_step / in_memory(fused).seconds))
+    return Row(name, sequences, planned, without, faster, mfu, most, speed, kept, *busy)
 
 
 def leaving(timeline: Timeline) -> float:
@@ -88,16 +92,16 @@ def inputs_only(question: Question) -> Plan:
 
 
 def main() -> None:
-    heads = "planned tokens/s | sequences | outputs offloaded too | inputs only | fused | MFU | in memory"
+    heads = "planned tokens/s | sequences | outputs offloaded too | inputs only | fused | MFU | most | in memory"
     heads += " | kept | compute | way out"
-    print(f"| {heads} |\n{'|---' * 10}|")
+    print(f"| {heads} |\n{'|---' * 11}|")
     for name in MACHINES:
         for sequences in SEQUENCES:
             row = compared(name, sequences)
             speeds = (f"{each:,.0f} ({row.share(each):.2f})" for each in (row.planned, row.inputs_only, row.fused))
             kept = ", ".join(f"{share:.0%} {kind}" for kind, share in row.kept.items())
-            shares = [f"{each:.0%}" for each in (row.fused_mfu, row.compute, row.way_out)]
-            cells = name, sequences, *speeds, shares[0], f"{row.in_memory:,.0f}", kept, *shares[1:]
+            shares = [f"{each:.0%}" for each in (row.fused_mfu, row.most_mfu, row.compute, row.way_out)]
+            cells = name, sequences, *speeds, *shares[:2], f"{row.in_memory:,.0f}", kept, *shares[2:]
             print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 

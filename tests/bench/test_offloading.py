@@ -14,3 +14,4 @@ def test_offloaded_outputs_are_worth_a_twentieth_of_an_8b_in_24_gib(name: str, s
     assert row.planned > 1.05 * row.inputs_only
     assert 0.84 < row.share(row.planned) < 1.0
     assert row.kept["offload_chosen"] + row.kept["offload_attention"] > 0.8
+    assert 0.4 < row.fused_mfu < row.most_mfu < 0.75  # the peak's share of products
