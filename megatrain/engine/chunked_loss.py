@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from megatrain.engine.batch import MicroBatch, count_targets
 from megatrain.errors import BatchError, LossError, typed_line
+from megatrain.model.peak import is_spare, storages_saved
 from megatrain.schedule.passes.workspace import LOSS_BLOCK_NUMEL
 
 # Custom losses --------------------------------------------------------------------------------------------------------
@@ -158,8 +160,8 @@ def differentiate(loss_fn: LossFn | None, chunked: ChunkedHead, batch: MicroBatc
     chunked.rewind()
     by_token = gradient.roll(-1, dims=1).flatten()
 
-    def gradient_of(logits: Tensor, chunk: Chunk) -> Tensor:
-        return _log_prob_gradient(logits, chunk.targets, by_token[chunk.indices])
+    def gradient_of(logits: Tensor, chunk: Chunk, into: Tensor | None) -> Tensor:
+        return _log_prob_gradient(logits, chunk.targets, by_token[chunk.indices], into)
 
     for_hidden = backward(chunked, gradient_of)
     return MicroBatchLoss(loss.detach().double(), for_hidden, sums)
@@ -193,7 +195,7 @@ def _by_logits(loss_fn: LogitsLoss, chunked: ChunkedHead, batch: MicroBatch, sca
                 loss_of(chunked.head(chunked.hidden[chunk.indices]), chunk)
         return MicroBatchLoss(total, None, sums)
 
-    def gradient_of(logits: Tensor, chunk: Chunk, scale: float = scale) -> Tensor:
+    def gradient_of(logits: Tensor, chunk: Chunk, into: Tensor | None, scale: float = scale) -> Tensor:
         with torch.enable_grad():
             (gradient,) = torch.autograd.grad(loss_of(logits.requires_grad_(), chunk) * scale, logits)
         return gradient
@@ -323,14 +325,14 @@ class ChunkedHead:
             yield Chunk(self.positions[rows], indices, targets)
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def cross_entropy(logits: Tensor, targets: Tensor, scale: float, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Sum of the losses, a float64 scalar, and the gradient of `scale` times that sum with respect to the logits.
 
-    logits: [tokens, vocabulary]. targets: int64[tokens], never -100. Goes through the tokens in blocks, so that the
-    float32 copy of the logits exists for one block only.
+    logits: [tokens, vocabulary]. targets: int64[tokens], never -100. into: memory for the gradient, which may be that
+    of the logits. Goes through the tokens in blocks, so that the float32 copy of the logits exists for one block only.
     """
     loss = torch.zeros((), dtype=torch.float64, device=logits.device)
-    gradient = torch.empty_like(logits)
+    gradient = torch.empty_like(logits) if into is None else into
     for rows, work in _blocks(logits):
         total, exponents = _exponentials(work, targets[rows])
         work *= scale / total
@@ -374,8 +376,8 @@ def cross_entropy_loss_and_gradient(chunked: ChunkedHead, scale: float) -> tuple
     """Cross-entropy summed over all targets, float64 scalar, and the gradient of `scale` times it (see `backward`)."""
     total = torch.zeros((), dtype=torch.float64, device=chunked.hidden.device)
 
-    def gradient_of(logits: Tensor, chunk: Chunk) -> Tensor:
-        loss, gradient = cross_entropy(logits, chunk.targets, scale)
+    def gradient_of(logits: Tensor, chunk: Chunk, into: Tensor | None) -> Tensor:
+        loss, gradient = cross_entropy(logits, chunk.targets, scale, into)
         total.add_(loss)
         return gradient
 
@@ -395,28 +397,30 @@ def log_probs(chunked: ChunkedHead) -> Tensor:
     return by_token
 
 
-def backward(chunked: ChunkedHead, gradient_of: Callable[[Tensor, Chunk], Tensor]) -> Tensor:
+def backward(chunked: ChunkedHead, gradient_of: Callable[[Tensor, Chunk, Tensor | None], Tensor]) -> Tensor:
     """The gradient with respect to the hidden states, [tokens, hidden size].
 
-    gradient_of: computes that with respect to a chunk's logits. Gradients of `leaves` go to their hooks, chunk by
-    chunk.
+    gradient_of: computes that with respect to a chunk's logits, in the given memory if any: the logits' own, unless
+    the head's backward reads them. Gradients of `leaves` go to their hooks, chunk by chunk.
     """
     for_hidden = torch.zeros_like(chunked.hidden)
     for chunk in chunked:
         hidden = chunked.hidden[chunk.indices].requires_grad_()
-        with torch.enable_grad():
+        with torch.enable_grad(), storages_saved() as saved:
             logits = chunked.head(hidden)
-        gradient = gradient_of(logits.detach(), chunk)
-        torch.autograd.backward([logits], [gradient], inputs=[hidden, *chunked.leaves])
+        edge, into = get_gradient_edge(logits), logits.detach() if is_spare(logits, saved) else None
+        gradient = gradient_of(logits.detach(), chunk, into)
+        torch.autograd.backward([edge], [gradient], inputs=[hidden, *chunked.leaves])
         assert hidden.grad is not None
         for_hidden[chunk.indices] = hidden.grad
-        del hidden, logits, gradient  # before the next chunk allocates its own
+        del hidden, logits, into, gradient  # before the next chunk allocates its own
     return for_hidden
 
 
-def _log_prob_gradient(logits: Tensor, targets: Tensor, gradients: Tensor) -> Tensor:
-    """The gradient with respect to `logits` [tokens, vocabulary]: each row's `gradients` times (one-hot - softmax)."""
-    for_logits = torch.empty_like(logits)
+def _log_prob_gradient(logits: Tensor, targets: Tensor, gradients: Tensor, into: Tensor | None) -> Tensor:
+    """The gradient with respect to `logits` [tokens, vocabulary]: each row's `gradients` times (one-hot - softmax).
+    into: as in `cross_entropy`."""
+    for_logits = torch.empty_like(logits) if into is None else into
     for rows, work in _blocks(logits):
         total, _ = _exponentials(work, targets[rows])
         work *= -gradients[rows, None] / total

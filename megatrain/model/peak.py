@@ -18,7 +18,7 @@ Memory that kernels allocate themselves is not seen, except the float32 result o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from math import prod
@@ -174,6 +174,26 @@ class Recording(Living):
         self.rows.append((outside, inside, outside + apart + product * (not chunk), inside + product * chunk))
 
 
+@contextmanager
+def storages_saved() -> Iterator[set[int]]:
+    """In the block, collects the addresses of the storages that autograd saves for a backward."""
+    saved = set[int]()
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.add(tensor.untyped_storage().data_ptr())
+        return tensor.data  # not the tensor: a node that saves its own output would keep itself alive
+
+    hooks: Any = torch.autograd.graph.saved_tensors_hooks
+    with hooks(pack, lambda tensor: tensor):
+        yield saved
+
+
+def is_spare(output: Tensor, saved: Collection[int]) -> bool:
+    """Whether an output's memory may be overwritten before its backward, which reads these storages."""
+    storage = output.untyped_storage()
+    return output.is_contiguous() and output.nbytes == storage.nbytes() and storage.data_ptr() not in saved
+
+
 def recorded_forward(run: Run, tokens: int) -> Recording:
     """Record a forward without gradients."""
     record = Recording()
@@ -186,16 +206,16 @@ def recorded_backward(run: Run, tokens: int, *, is_head: bool = False) -> Record
     """Record a forward with gradients and its backward, which drops weight gradients.
 
     The output is freed first and its gradient not counted, except for the head (`is_head`), whose logits the loss
-    reads.
+    reads: their gradient takes their memory, or memory of its own if the head's backward reads them.
     """
     record = Recording()
     with torch.enable_grad():
-        with record:
+        with record, storages_saved() as saved:
             output, weights, inputs = run(tokens)
         wanted, edge = [weight for weight in weights if weight.requires_grad], get_gradient_edge(output)
         if is_head:
             with record:
-                gradient = torch.zeros_like(output)
+                gradient = output.detach() if is_spare(output, saved) else torch.zeros_like(output)
                 record.note("loss", kernel=True)
         else:
             gradient = torch.zeros_like(output)

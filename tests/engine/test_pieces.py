@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -76,6 +78,43 @@ def test_chunked_loss_equals_one_piece_and_skips_masked_tokens() -> None:
     for left, right in zip(*results, strict=True):
         assert left is not None
         torch.testing.assert_close(left, right)
+
+
+HEADS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
+    "product": (lambda x, w: x @ w.T, True),
+    "view of a product": (lambda x, w: (x[None] @ w.T)[0], True),
+    "scaled": (lambda x, w: x @ w.T * 0.5, True),
+    "capped": (lambda x, w: (x @ w.T).tanh(), False),
+    "capped, as a view": (lambda x, w: (x[None] @ w.T).tanh()[0], False),
+    "scaled by a weight": (lambda x, w: (x @ w.T) * w.sum(), True),
+    "narrowed": (lambda x, w: (x @ torch.cat([w, w]).T)[:, : len(w)], False),
+}
+"""Heads, and whether the memory of their logits is free before their backward."""
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_gradient_of_logits_takes_their_memory_where_no_backward_reads_them(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, free = HEADS[name]
+    hidden, weight, targets = torch.randn(12, 8), torch.randn(16, 8), torch.randint(0, 16, (12,))
+    shared: list[bool] = []
+
+    def noting(logits: Tensor, targets: Tensor, scale: float, into: Tensor | None) -> tuple[Tensor, Tensor]:
+        loss, gradient = cross_entropy(logits, targets, scale, into)
+        shared.append(gradient.data_ptr() == logits.data_ptr())
+        return loss, gradient
+
+    monkeypatch.setattr("megatrain.engine.chunked_loss.cross_entropy", noting)
+    leaf = weight.clone().requires_grad_()
+    chunked = ChunkedHead(lambda x: run(x, leaf), [leaf], hidden, torch.arange(12), targets, 5)
+    loss, gradient = cross_entropy_loss_and_gradient(chunked, 0.25)
+    expected = [tensor.clone().requires_grad_() for tensor in (hidden, weight)]
+    alone = torch.nn.functional.cross_entropy(run(*expected), targets, reduction="sum")
+    (alone * 0.25).backward()
+    assert shared == [free] * 3
+    results = (loss.float(), gradient, leaf.grad)
+    torch.testing.assert_close(results, (alone.detach(), *(x.grad for x in expected)))
 
 
 def test_logits_are_materialised_only_chunk_by_chunk() -> None:
