@@ -37,7 +37,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "mixed": {"activations_by_layer": (("offload", "graph"), ("input",), ("drop",)), "recompute_slots": 1},
     "by shard": {"wait_for": "shard", "weight_slots": 1},
     "read-ahead": {"wait_for": "shard", "read_ahead_nbytes": 8192, "activations": "recompute"},
-    "pinned staging": {"transfer": "staged", "pinned_staging_slots": 1},
+    "pageable": {"transfer": "pageable"},
     "resident": {"placements": (ON_DEVICE,) * 5},
     "disk": {"placements": (ON_DISK,) * 5},
     "chunks": {"mlp_chunk_tokens": 3},

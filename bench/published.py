@@ -438,7 +438,7 @@ class Replayed:
                     return price(op) + taken.again * forward[op.unit, op.micro] - repeats * sums[op.unit]
                 case "NORM":
                     return 0.0  # in the update's
-                case "PACK" if op.stream == "host":
+                case "REDUCE":
                     return self._sum_nbytes(op) / hardware.host_bandwidth
             return price(op)
 
@@ -453,7 +453,7 @@ class Replayed:
                     return 0.0
                 case "FETCH":
                     return fetched[id(op)] * op.nbytes
-                case "PACK" if op.stream == "host":
+                case "REDUCE":
                     return self._sum_nbytes(op)
             return shared.dram_nbytes(op)
 

@@ -124,9 +124,7 @@ class MicroMajor(UpdatesLast):
 
     def __init__(self, model: ModelSpec, numerics: Numerics, policy: Policy, work: Work) -> None:
         super().__init__(model, numerics, policy, work)
-        self.gradients: EachMicroBatch = EachMicroBatch(
-            model, numerics, policy, work, self.buffers, self.pinned_staging
-        )
+        self.gradients: EachMicroBatch = EachMicroBatch(model, numerics, policy, work, self.buffers)
         self.updates = Updates(model, numerics, policy, self.buffers, self.gradients, self.state)
 
     def step(self) -> Schedule:
@@ -186,7 +184,7 @@ class EachMicroBatch(Gradients):
         before = (home._replace(content=Gradient(unit, terms=micro)),) if micro else ()
         total = home._replace(content=Gradient(unit, terms=None if self.is_last else micro + 1))
         whole = Access(landing, home.start, home.stop, term)
-        return [*ops, Op("PACK", "host", unit, micro, reads=(whole, *before), writes=(total,))]
+        return [*ops, Op("REDUCE", "host", unit, micro, reads=(whole, *before), writes=(total,))]
 
 
 def _replayed(question: Question, builder: UpdatesLast, masters: int) -> Numbers:
@@ -197,13 +195,23 @@ def _replayed(question: Question, builder: UpdatesLast, masters: int) -> Numbers
     passes = 2 * nbytes / optimizer_bandwidth(hardware, policy.host_threads)
 
     def seconds(op: Op) -> float:
-        if op.kind == "PACK" and op.stream == "host":  # a sum, where no staging buffer is filled
-            return sum(access.stop - access.start for access in (*op.reads, *op.writes)) / hardware.host_bandwidth
+        if op.kind == "REDUCE":  # a sum over micro-batches in host memory
+            return _touched_nbytes(op) / hardware.host_bandwidth
         return price(op) + (passes * builder.trained[op.unit].size if op.kind == "UPDATE" else 0)
 
-    timeline = replay(schedule, seconds, contention(builder.model, builder.numerics, hardware))
+    shared = contention(builder.model, builder.numerics, hardware)
+
+    def dram_nbytes(op: Op) -> float:
+        return _touched_nbytes(op) if op.kind == "REDUCE" else shared.dram_nbytes(op)
+
+    timeline = replay(schedule, seconds, replace(shared, dram_nbytes=dram_nbytes))
     host = schedule.peak_nbytes("host") + nbytes * sum(layout.size for layout in builder.layouts)
     return timeline.seconds, timeline.busy_seconds("compute"), schedule.peak_nbytes("device"), host
+
+
+def _touched_nbytes(op: Op) -> float:
+    """Bytes that an op reads and writes."""
+    return float(sum(access.stop - access.start for access in (*op.reads, *op.writes)))
 
 
 def _beside(numerics: Numerics, masters: int) -> int:

@@ -508,10 +508,10 @@ class PolicySection(Section):
     """Layer kernels. stock: the library's; fused: norms, gated activations and rotary embeddings in one kernel each."""
     host_threads: PositiveInt | None = None
     """Threads of the optimizer pass."""
-    transfer: Literal["pinned", "staged", "pageable"] | None = None
-    """Weights and gradients cross the bus from pinned host memory, through pinned buffers, or from pageable memory."""
+    transfer: Literal["pinned", "pageable"] | None = None
+    """Weights and gradients cross the bus from pinned host memory, or from pageable memory."""
     pinned_staging_slots: PositiveInt | None = None
-    """With transfer=staged: pinned buffers, of a shard each, in each direction."""
+    """Pinned buffers, of a shard each, for weights from the disk."""
     delivery: Literal["gather", "shared"] | None = None
     """With several ranks. gather: each rank fetches its own part of the weights and gets the rest over the link between
     devices; shared: all ranks of a machine fetch from shared host memory, where gradients are summed too."""

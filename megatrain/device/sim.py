@@ -40,7 +40,7 @@ POISON = 0xFF
 
 Temperament = Literal["uniform", "starve", "late", "eager"]
 TEMPERAMENTS: tuple[Temperament, ...] = ("uniform", "starve", "late", "eager")
-COPIES = ("fetch", "grad", "pack", "unpack")
+COPIES = ("fetch", "grad")
 EAGERNESS = 0.9
 """How often the eager adversary takes the last submitted work; always would make all seeds equal."""
 
@@ -136,7 +136,7 @@ class SimHostMemory(HostMemory):
         after = sum(self.locked.values()) + nbytes
         if self.lockable_nbytes is not None and after > self.lockable_nbytes:
             what = f"with {owner}, {at_least(after)} are page-locked, and {at_most(self.lockable_nbytes)} are allowed"
-            raise DeviceError(what, where=self._device, fix="use a policy with transfer='staged' or 'pageable'")
+            raise DeviceError(what, where=self._device, fix="use a policy with transfer='pageable'")
         self.locked[memory.data_ptr()] = nbytes
 
     def free(self, memory: Tensor, owner: str) -> None:

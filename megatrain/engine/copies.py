@@ -1,4 +1,4 @@
-"""Ops that move bytes between disk and host memory and between host and device, also through pinned staging buffers."""
+"""Ops that move bytes between disk and host memory and between host and device."""
 
 from __future__ import annotations
 
@@ -66,9 +66,3 @@ def copy(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
     for cast in casts:  # otherwise the copy would allocate a buffer that the ledger does not know
         source = bytes_of(lease, cast).view(target.dtype).copy_(source)
     target.copy_(source, non_blocking=True)
-
-
-def stage(context: OpContext, step: StepState, op: Op, lease: Lease) -> None:
-    """PACK and UNPACK: copy between an arena and pinned staging, on one thread, as the probe measures it."""
-    (source,), (target,) = op.reads, op.writes
-    np.copyto(bytes_of(lease, target).numpy(), bytes_of(lease, source).numpy())

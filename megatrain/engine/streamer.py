@@ -45,8 +45,6 @@ ACTIONS: dict[Kind, RunOp] = {
     "GRAD": copies.copy,
     "OFFLOAD": copies.copy,
     "RELOAD": copies.copy,
-    "PACK": copies.stage,
-    "UNPACK": copies.stage,
     "FORWARD": forward.forward,
     "LOSS": loss.loss,
     "BACKWARD": backward.backward,

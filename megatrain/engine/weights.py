@@ -164,7 +164,7 @@ def save_weights_by_name(bound: BoundWeights, *, watched: bool = False) -> Abstr
 # Which unit and parameter are at a byte of a buffer, for error messages of rooms that know bytes and contents only.
 
 
-HOLD_PARTS = (Use.PINNED_STAGING, Use.READ_AHEAD, Use.UPDATE_SLOTS)
+HOLD_PARTS = (Use.READ_AHEAD, Use.UPDATE_SLOTS)
 """Buffers with parts of units only."""
 
 

@@ -14,7 +14,7 @@ from itertools import chain
 from math import ceil, inf
 
 from megatrain.formatting import SECONDS_PER_DAY
-from megatrain.plan.cost import disk_bandwidths, host_dram_bandwidth, packing_bandwidth, step_flops
+from megatrain.plan.cost import copy_bandwidth, disk_bandwidths, host_dram_bandwidth, step_flops
 from megatrain.plan.estimates import estimate, examine_rounds, gc_paused, seconds_on
 from megatrain.plan.machines import machine, machine_names
 from megatrain.plan.question import Plan, Question, usable_nbytes
@@ -42,8 +42,6 @@ STREAM_WORDS = {
     "host": "optimizer",
     "read": "disk in",
     "write": "disk out",
-    "pack": "into pinned staging",
-    "unpack": "out of pinned staging",
     "link": "link",
     "shared": "sums of ranks",
     "products": "matrices of updates",
@@ -394,7 +392,7 @@ def _with_assumed_rates(hardware: Hardware) -> Hardware:
     return replace(
         hardware,
         host_dram_bandwidth=host_dram_bandwidth(hardware),
-        host_copy_bandwidth=packing_bandwidth(hardware),
+        host_copy_bandwidth=copy_bandwidth(hardware),
         disk_read_bandwidth=read,
         disk_write_bandwidth=write,
     )

@@ -173,13 +173,13 @@ def bus_bandwidths(hardware: Hardware, transfer: Transfer) -> tuple[float, float
     """(weights, gradients) in bytes per second over the bus, each direction alone."""
     if transfer != "pageable":
         return hardware.fetch_bandwidth, hardware.grad_bandwidth
-    copied = packing_bandwidth(hardware)  # the driver copies through its own pinned buffer
+    copied = copy_bandwidth(hardware)  # the driver copies through its own pinned buffer
     fetch = hardware.pageable_fetch_bandwidth or min(copied, hardware.fetch_bandwidth)
     return fetch, hardware.pageable_grad_bandwidth or min(copied, hardware.grad_bandwidth)
 
 
-def packing_bandwidth(hardware: Hardware) -> float:
-    """Bytes per second that one thread copies to or from a pinned staging buffer."""
+def copy_bandwidth(hardware: Hardware) -> float:
+    """Bytes per second that one thread copies within host memory."""
     return hardware.host_copy_bandwidth or ASSUMED_COPY
 
 
@@ -288,7 +288,6 @@ NORMALIZING_PASSES = 4
 
 DRAM_PASSES = {
     **dict.fromkeys(("FETCH", "GRAD", "RELOAD", "OFFLOAD"), 1),
-    **dict.fromkeys(("PACK", "UNPACK"), 2),
     **dict.fromkeys(("READ", "WRITE"), 2),  # by the drive, and for the checksum
 }
 """Kind of op -> times that its bytes are read from or written to host memory."""
@@ -492,7 +491,7 @@ class _Prices:
         self._launch = hardware.launch_seconds or 0.0
         self._fresh = hardware.fresh_bandwidth if hardware.shares_memory and hardware.fresh_bandwidth else float("inf")
         self._disk = (duplex_disk_bandwidths if hardware.shares_memory else disk_bandwidths)(hardware)
-        self._bus, self._packing = bus_bandwidths(hardware, policy.transfer), packing_bandwidth(hardware)
+        self._bus = bus_bandwidths(hardware, policy.transfer)
 
     def seconds(self, op: Op) -> float:
         return self._of_call(op) if op.kind in CALLS else self._of_copy(op)
@@ -507,8 +506,6 @@ class _Prices:
                 return len(op.reads) * self._launch + op.nbytes / self._bus[op.stream == "grad"] + casts
             case "PLACE":
                 return self._launch + 2 * op.nbytes / self._copies
-            case "PACK" | "UNPACK":
-                return op.nbytes / self._packing
             case "READ":
                 return self._launch + op.nbytes / self._disk[0]
             case "WRITE":

@@ -17,7 +17,6 @@ from megatrain.plan.cost import (
     duplex_disk_bandwidths,
     host_dram_bandwidth,
     optimizer_bandwidth,
-    packing_bandwidth,
     update_nbytes,
 )
 from megatrain.schedule.passes.pieces import LOW_BITS_NBYTES, STATE_NBYTES
@@ -58,8 +57,7 @@ def _with_dram(added: Mapping[str, float], hardware: Hardware, policy: Policy) -
         return dict(added)
     fetching, leaving = bus_bandwidths(hardware, policy.transfer)
     reading, writing = duplex_disk_bandwidths(hardware)
-    packing, optimizer = 2 * packing_bandwidth(hardware), optimizer_bandwidth(hardware, policy.host_threads)
-    rates = {"fetch": fetching, "grad": leaving, "pack": packing, "unpack": packing, "host": optimizer}
+    rates = {"fetch": fetching, "grad": leaving, "host": optimizer_bandwidth(hardware, policy.host_threads)}
     rates |= {"read": 2 * reading, "write": 2 * writing}
     moved = sum(seconds * rates.get(stream, 0.0) for stream, seconds in added.items() if seconds)
     return {**added, DRAM: moved / host_dram_bandwidth(hardware)}
@@ -82,22 +80,17 @@ def _unit_seconds(
     sums = 4 * layout.trained.size * (rounds - 1)  # bytes of gradient sums that wait in host memory between rounds
     fetches = visits + int(index == 0 and model.tied and policy.read_ahead_nbytes > 0)  # once more for the head
     fetching, leaving = bus_bandwidths(hardware, policy.transfer)
-    packing = packing_bandwidth(hardware) if policy.transfer == "staged" else inf
     if placement.on_device:
         touched = update_nbytes(layout, numerics)
         saved = {
             "fetch": -(fetches * weights + sums) / fetching,
-            "pack": -(fetches * weights + sums) / packing,
             "grad": -(trained * numerics.grad_nbytes + sums) / leaving,
-            "unpack": -(trained * numerics.grad_nbytes + sums) / packing,
             "host": -touched / optimizer_bandwidth(hardware, policy.host_threads),
             "compute": touched / (hardware.device_bandwidth or inf),
         }
         return saved, {}
     kept = -(fetches - 1) * weights if placement.weights == "device" else 0
     read_each = _read_nbytes(layout, numerics, placement)
-    packed = -fetches * read_each if read_each else kept  # disk staging buffers are pinned already
-    unpacked = -trained * numerics.grad_nbytes if placement.gradients == "disk" else 0
     reads = writes = 0.0
     if placement.moments == "disk":
         reads = writes = STATE_NBYTES * sum(layout.own_state_sizes)
@@ -117,8 +110,6 @@ def _unit_seconds(
         late_reads, late_writes = reads - rounds * read_each, writes
     added = {
         "fetch": kept / fetching,
-        "pack": packed / packing,
-        "unpack": unpacked / packing,
         "read": reads / reading,
         "write": writes / writing,
     }

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatrain.errors import PlanError
 from megatrain.formatting import counted
-from megatrain.plan.cost import disk_bandwidths, host_dram_bandwidth, optimizer_bandwidth, packing_bandwidth
+from megatrain.plan.cost import copy_bandwidth, disk_bandwidths, host_dram_bandwidth, optimizer_bandwidth
 from megatrain.plan.machines import machine, machine_names
 from megatrain.plan.question import Plan, Question
 from megatrain.spec import Hardware, Limits
@@ -170,7 +170,7 @@ def _machines_with(devices: int, hardware: Hardware) -> str:
 def _with_slots_in_host(hardware: Hardware, here: int) -> Hardware:
     """The machine for ranks that compute in host memory, as on a CPU: each has its share of the cores, and slots in
     half of the host memory. Collectives copy between the memories of two ranks."""
-    copies = packing_bandwidth(hardware)
+    copies = copy_bandwidth(hardware)
     hardware = hardware.scaled(OF_CORES, 1 / here)
     half = hardware.host_nbytes // 2
     changed: dict[str, Any] = {"host_nbytes": half, "device_nbytes": half // here, "pinnable_nbytes": None}

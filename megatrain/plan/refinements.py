@@ -6,16 +6,13 @@ The options are streamed updates and pinned staging buffers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from math import inf
 
-from megatrain.errors import DoesNotFit
 from megatrain.plan.cost import duplex_bandwidths, host_dram_bandwidth, optimizer_bandwidth
 from megatrain.plan.estimates import examine_rounds, seconds_on
 from megatrain.plan.question import Plan, Question
 from megatrain.plan.search_space import FEWER_WRITES, SLOWER_FOR_FEWER_WRITES, STREAMED_FACTORS, WORTH_STREAMING
-from megatrain.plan.without_plan import staging_nbytes
 from megatrain.schedule.passes.pieces import arrays_of
 from megatrain.schedule.passes.pinned_staging import pinned_nbytes
 from megatrain.spec.layout import layout_of
@@ -86,7 +83,7 @@ def _balanced_share(plan: Plan) -> float:
 # How weights and gradients cross the bus where not all of them may be page-locked.
 #
 # The limit of a system or a driver is measured by the probe, or known to the device. Within it everything is pinned,
-# which is fastest. Beyond it, pinned staging buffers are compared with pageable memory, at the prices of this machine.
+# which is fastest. Beyond it nothing is, and the driver copies through a buffer of its own.
 
 
 def within_lock_limit(question: Question, search: Callable[[Question], Plan]) -> Plan:
@@ -97,20 +94,15 @@ def within_lock_limit(question: Question, search: Callable[[Question], Plan]) ->
     plan, limit = search(question), question.hardware.pinnable_nbytes
     if limit is None or "transfer" in question.overrides or not locks_too_much(plan):
         return plan
-    others = _with_less_pinned(plan, limit, search)
+    others = _with_less_pinned(plan, search)
     return min((each for each in others if not locks_too_much(each)), key=lambda each: each.seconds)
 
 
-def _with_less_pinned(plan: Plan, limit: int, search: Callable[[Question], Plan]) -> Iterator[Plan]:
-    """The plan without streamed updates, if it has any; with pinned staging buffers, if it fits; and with nothing
-    pinned."""
+def _with_less_pinned(plan: Plan, search: Callable[[Question], Plan]) -> Iterator[Plan]:
+    """The plan without streamed updates, if it has any; and with nothing pinned."""
     question = plan.question
     if plan.policy.streamed_updates and "streamed_updates" not in question.overrides:
         yield search(replace(question, overrides={**question.overrides, "streamed_updates": 0.0}))
-    slots = question.overrides.get("pinned_staging_slots", plan.policy.pinned_staging_slots)
-    shard = {"shard_nbytes": staging_nbytes(question.model, slots, limit)}
-    with suppress(DoesNotFit):  # staging buffers take more host memory
-        yield search(replace(question, overrides={**shard, **question.overrides, "transfer": "staged"}))
     yield search(replace(question, overrides={**question.overrides, "transfer": "pageable"}))
 
 

@@ -14,19 +14,9 @@ from megatrain.schedule import build_step
 from megatrain.schedule.passes.pinned_staging import pinned_nbytes
 from megatrain.schedule.passes.workspace import backward_nbytes, forward_nbytes
 from megatrain.spec import ModelSpec, Numerics, Policy, Work
-from megatrain.spec.layout import layout_of
 
 MOST_OF_FREE_MEMORY = 0.5
 """Share of the free memory that kept graphs may take. Gradients and kernels need some, too."""
-
-MAX_STAGING_NBYTES = 64 << 20
-"""Largest staging buffer."""
-
-MAX_STAGED_SHARDS = 32
-"""Staging buffers are not so small that the largest unit would have more shards than this."""
-
-STAGING_SHARE = 0.5
-"""Share of the lock limit that staging buffers may take."""
 
 TIERS = ("device", "host", "disk")
 
@@ -60,24 +50,16 @@ def fit_activations(model: ModelSpec, numerics: Numerics, policy: Policy, work: 
 def fit_lock_limit(model: ModelSpec, numerics: Numerics, policy: Policy, limit: int) -> Policy:
     """The policy, changed to pin at most `limit` bytes.
 
-    Of these, the first that does: as it is; without streamed updates; with pinned staging buffers; nothing pinned.
+    Of these, the first that does: as it is; without streamed updates; nothing pinned.
     """
     if policy.shares_memory:
         return policy
-    shard = min(policy.shard_nbytes, staging_nbytes(model, policy.pinned_staging_slots, limit))
     unstreamed = replace(policy, streamed_updates=0.0)
-    for candidate in (policy, unstreamed, replace(unstreamed, transfer="staged", shard_nbytes=shard)):
+    for candidate in (policy, unstreamed):
         schedule = build_step(model, numerics, candidate, Work.of_two_rounds(candidate.micro_batches_per_round))
         if pinned_nbytes(schedule.buffers.values(), candidate.transfer) <= limit:
             return candidate
     return replace(unstreamed, transfer="pageable")
-
-
-def staging_nbytes(model: ModelSpec, slots: int, limit: int) -> int:
-    """Bytes of one staging buffer, and so of a shard."""
-    largest = max(layout_of(unit).size for unit in model.units)
-    least = -(-4 * largest // MAX_STAGED_SHARDS)
-    return max(1, least, min(MAX_STAGING_NBYTES, int(STAGING_SHARE * limit) // (2 * slots)))
 
 
 def nearest_that_fits(

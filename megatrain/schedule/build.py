@@ -115,9 +115,9 @@ class Builder:
         self.staged: dict[str, Staged] = {}
         """Placeholder names of host memory for state on the disk."""
         on_drive: dict[str, tuple[Access, ...]] = {}
-        self.pinned_staging = PinnedStaging(policy, self.buffers, self.staged, on_drive)
+        self.pinned_staging = PinnedStaging(policy, on_drive)
         self.slots = WeightSlots(model, numerics, policy, self.layouts, self.buffers)
-        self.gradients = Gradients(model, numerics, policy, work, self.buffers, self.pinned_staging)
+        self.gradients = Gradients(model, numerics, policy, work, self.buffers)
         self.order = [*(model.encoder if work.beyond_text else ()), *range(model.epilogue)]
         """The units before the epilogue, in order of the forward pass."""
         self._tapped = [unit for unit in model.tapped[1:] if model.has_backward(unit - 1)]
@@ -180,7 +180,6 @@ class Builder:
         names = tuple(unit.name for unit in self.model.units)
         whole = with_early_reads(self.collectives.among(self.alive.offloaded(ops, [*self.sides.offloaded.values()])))
         placed = stage(stage(whole, self.staged), self.pinned_staging.from_drive)
-        placed = stage(placed, self.pinned_staging.staged)
         return derive_waits(Schedule(tuple(placed), self.buffers, names))
 
     def _updated_at(self, unit: int) -> int:

@@ -33,11 +33,11 @@ from megatrain.spec import Tier
 
 BACKWARD = ("LOSS", "BACKWARD")
 """Ops that run a backward pass."""
-LEAVING = ("GRAD", "UNPACK", "REDUCE", "WRITE")
+LEAVING = ("GRAD", "REDUCE", "WRITE")
 """Ops that may move a gradient to its home."""
 
 
-PASSED = (Use.PINNED_STAGING, Use.PARTIAL_GRADIENTS, Use.REDUCED_GRADIENTS, Use.SHARED_GRADIENTS, Use.DISK_STAGING)
+PASSED = (Use.PARTIAL_GRADIENTS, Use.REDUCED_GRADIENTS, Use.SHARED_GRADIENTS, Use.DISK_STAGING)
 """Uses of buffers through which a gradient passes on its way home."""
 
 

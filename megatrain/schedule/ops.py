@@ -20,12 +20,12 @@ from typing import Literal, NamedTuple, get_args
 from megatrain.schedule.contents import Content, Gradient, LowBits, Moments, Weights
 from megatrain.spec import Part, Tier
 
-Copy = Literal["READ", "WRITE", "FETCH", "GRAD", "OFFLOAD", "RELOAD", "PACK", "UNPACK"]
+Copy = Literal["READ", "WRITE", "FETCH", "GRAD", "OFFLOAD", "RELOAD"]
 Call = Literal["FORWARD", "LOSS", "BACKWARD"]
 Collective = Literal["GATHER", "REDUCE", "BARRIER", "ALLTOALL"]
 UpdateStep = Literal["UPDATE", "MOMENTUM", "ORTHOGONALIZE", "APPLY"]
 Kind = Copy | Call | Collective | UpdateStep | Literal["PLACE", "NORM"]
-Stream = Literal["compute", "fetch", "grad", "host", "read", "write", "pack", "unpack", "link", "shared", "products"]
+Stream = Literal["compute", "fetch", "grad", "host", "read", "write", "link", "shared", "products"]
 """`fetch` is the bus to the device and `grad` the bus from it, whatever is copied: each direction does one copy at a
 time, in schedule order. `link` connects the devices of several ranks: one stream, so that their collectives are in one
 order. `shared` is the same for operations in host memory that they share. `products` makes directions of matrices
@@ -52,7 +52,6 @@ class Use(StrEnum):
     """Device copies of weights whose masters are in host memory."""
     NORMS = "norms"
     DISK_STAGING = "disk staging"
-    PINNED_STAGING = "pinned staging"
     CHECKPOINT = "checkpoint"
     WEIGHT_SLOTS = "weight slots"
     READ_AHEAD = "read-ahead"

@@ -19,7 +19,7 @@ from megatrain.spec.contention import NO_CONTENTION, Contention, StreamClock, Ti
 
 DISK_STREAMS: tuple[Stream, ...] = ("read", "write")
 """Streams with a processor of their own."""
-RARE_STREAMS: tuple[Stream, ...] = (*DISK_STREAMS, "pack", "unpack", *LINKS, "products")
+RARE_STREAMS: tuple[Stream, ...] = (*DISK_STREAMS, *LINKS, "products")
 """Streams that a trace shows only if they have work."""
 
 

@@ -39,9 +39,8 @@ WaitFor = Literal["unit", "shard"]
 Tier = Literal["device", "host", "disk", "file"]
 """Where bytes are stored. `file`: the model's own files, which are only read."""
 StateTier = Literal["device", "host", "disk"]
-Transfer = Literal["pinned", "staged", "pageable"]
-"""How weights and gradients cross the bus: from pinned memory, through pinned staging buffers, or from pageable
-memory."""
+Transfer = Literal["pinned", "pageable"]
+"""How weights and gradients cross the bus: from pinned memory, or from pageable memory."""
 Delivery = Literal["gather", "shared"]
 """How each device gets whole weights of which several ranks own parts: over the link between devices, or from host
 memory shared by all ranks of a machine."""
@@ -171,8 +170,7 @@ class Policy:
     transfer: Transfer = "pinned"
     """Fixed when the state is allocated."""
     pinned_staging_slots: Slots = 2
-    """Pinned buffers, of a shard each: for weights from the disk or from files; and per direction, if `transfer` is
-    staged."""
+    """Pinned buffers, of a shard each, for weights from the disk or from files."""
     placements: tuple[Placement, ...] = ()
     """One per unit, in order; empty places everything in host memory."""
     delivery: Delivery = "gather"

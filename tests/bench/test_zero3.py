@@ -93,7 +93,7 @@ def test_a_system_that_needs_more_host_memory_than_there_is_is_marked() -> None:
 def proved(schedule: Schedule) -> Schedule:
     """Checked, with what a micro-batch sends home before the last as a copy of its own, and no part of the gradient."""
     whole = [op.kind != "GRAD" or op.writes[0].content == Gradient(op.unit) for op in schedule.ops]
-    ops = [op if known else op._replace(kind="PACK") for op, known in zip(schedule.ops, whole, strict=True)]
+    ops = [op if known else op._replace(kind="OFFLOAD") for op, known in zip(schedule.ops, whole, strict=True)]
     check(replace(schedule, ops=tuple(ops)))
     return schedule
 
@@ -116,7 +116,7 @@ def whole(plan: Plan, builder: UpdatesLast, moved: float) -> float:
     price = op_seconds(question.model, builder.numerics, builder.policy, builder.work, question.hardware)
 
     def seconds(op: zero3.Op) -> float:
-        if (op.kind, op.stream) == ("PACK", "host"):
+        if op.kind == "REDUCE":
             return 4 * (1 + len(op.reads)) * builder.trained[op.unit].size / bandwidth
         return price(op) + (op.kind == "UPDATE") * moved * builder.trained[op.unit].size / bandwidth
 

@@ -42,7 +42,7 @@ IN_FILES = Placement(weights="file")
 OTHERS: dict[str, dict[str, Any]] = {
     "all": {},
     "pageable": {"transfer": "pageable", "weight_slots": 3, "activations": "keep"},
-    "staged": {"transfer": "staged", "update": "during_backward"},
+    "at once": {"update": "during_backward"},
     "read ahead": {"shard_nbytes": 1 << 20, "read_ahead_nbytes": 1 << 20},
     "beside": {"placements": (IN_FILES, Placement("device"), IN_FILES, Placement("disk", "disk"), IN_FILES)},
 }

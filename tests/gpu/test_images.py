@@ -15,7 +15,7 @@ from tests.tiny import equal
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # the library's own warnings
 POLICIES = {
     "recompute": Policy(activations="recompute", shard_nbytes=4096),
-    "offload": Policy(activations_by_layer=(("drop",), ("offload", "input")), shard_nbytes=4096, transfer="staged"),
+    "offload": Policy(activations_by_layer=(("drop",), ("offload", "input")), shard_nbytes=4096, transfer="pageable"),
 }
 
 

@@ -146,7 +146,7 @@ def test_float32_matmuls_ignore_tf32_settings(precision: Precision, names: str, 
 def test_no_schedule_changes_a_bit(precision: Precision, update: str) -> None:
     clip = 0.5 if update == "next_forward" else None
     results = []
-    ways = ((1, 500, "keep", "staged"), (2, 1 << 20, "recompute", "pinned"), (4, 3000, "keep", "pageable"))
+    ways = ((1, 500, "keep", "pageable"), (2, 1 << 20, "recompute", "pinned"), (4, 3000, "keep", "pageable"))
     for slots, shard, activations, transfer in ways:
         policy = Policy(
             weight_slots=slots,

@@ -38,7 +38,6 @@ POLICIES: dict[str, dict[str, Any]] = {
     "chosen outputs, offloaded": {"activations_by_layer": (("offload_chosen", "offload_attention"),)},
     "gates by shards": {"wait_for": "shard", "weight_slots": 1, "activations_by_layer": MIXED},
     "a read-ahead": {"wait_for": "shard", "read_ahead_nbytes": 8192, "activations": "recompute"},
-    "through slabs": {"transfer": "staged", "pinned_staging_slots": 1},
     "pageable": {"transfer": "pageable"},
     "kept on the device": {"placements": (CACHED,) * 5},
     "resident": {"placements": (ON_DEVICE,) * 5},

@@ -34,7 +34,7 @@ ASKED: dict[str, tuple[str, Policy]] = {
     "shared": ("fp32", replace(SHARDS, delivery="shared")),
     "gathered, by shard": ("bf16", POLICIES["by shard"]),
     "shared, by shard": ("bf16", POLICIES["shared, by shard"]),
-    "staged": ("bf16", POLICIES["staged"]),
+    "pageable": ("bf16", POLICIES["pageable"]),
     "on the device": ("bf16", POLICIES["on the device"]),
     "in all tiers": ("bf16", POLICIES["on the device, in the host and on the disk"]),
     "matrices, gathered": ("bf16", SHARDS),

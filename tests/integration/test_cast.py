@@ -58,7 +58,6 @@ def test_no_cast_buffer_without_a_cast(precision: Any, how: dict[str, Any]) -> N
     "how",
     [
         {},
-        {"transfer": "staged"},
         {"transfer": "pageable"},
         {"placements": (Placement("device", "device", "device"),) * 5},
     ],

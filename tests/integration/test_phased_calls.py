@@ -90,7 +90,7 @@ def plainest(precision: Precision, update: str, family: str, micro_batches: int,
     shard=st.sampled_from([SMALL, 2048, 5000, 10**9]),
     update=st.sampled_from(["next_forward", "during_backward"]),
     micro_batches=st.integers(1, 3),
-    transfer=st.sampled_from(["pinned", "staged", "pageable"]),
+    transfer=st.sampled_from(["pinned", "pageable"]),
     chunk=st.sampled_from([0, 4]),
     seed=st.integers(0, 10**6),
 )

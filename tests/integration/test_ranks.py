@@ -148,7 +148,7 @@ POLICIES: dict[str, Policy] = {
     "by shard": replace(SHARDS, wait_for="shard", weight_slots=1),
     "kept": replace(SHARDS, activations="keep", grad_slots=1),
     "mixed": replace(SHARDS, activations_by_layer=(("offload",), ("input",), ("drop",)), recompute_slots=1),
-    "staged": replace(SHARDS, transfer="staged", pinned_staging_slots=1),
+    "pageable": replace(SHARDS, transfer="pageable", pinned_staging_slots=1),
     "one shard": Policy(),
     "rounds": replace(SHARDS, micro_batches_per_round=1),
     "disk": replace(SHARDS, placements=(DISK,) * 5),

@@ -79,7 +79,7 @@ def random_policy(draw: random.Random, plain: Policy, units: int) -> Policy:
         disk_staging_slots=draw.randint(1, 3),
         offload_slots=draw.randint(1, 3),
         recompute_slots=draw.choice([None, 1, 2]),
-        transfer=draw.choice(["pinned", "staged", "pageable"]),
+        transfer=draw.choice(["pinned", "pageable"]),
     )
 
 

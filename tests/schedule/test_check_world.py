@@ -34,7 +34,7 @@ policies = st.builds(
     shard_nbytes=st.sampled_from([1, 5000, 1 << 20]),
     wait_for=st.sampled_from(["unit", "shard"]),
     activations=st.sampled_from(["keep", "recompute"]),
-    transfer=st.sampled_from(["pinned", "staged"]),
+    transfer=st.sampled_from(["pinned", "pageable"]),
     placements=st.sampled_from([(), (DISK,) * 5, (ON_DEVICE,) * 5, (KEPT, DISK, ON_DEVICE, KEPT, ON_DEVICE)]),
     update=st.sampled_from(["next_forward", "during_backward"]),
 ) | st.builds(
@@ -293,7 +293,6 @@ def test_waiting_for_a_later_op_is_a_deadlock(three: list[Schedule]) -> None:
         (Policy(shares_memory=True), "slots"),
         (Policy(read_ahead_nbytes=1 << 20), "read-ahead"),
         (Policy(delivery="shared", placements=(DISK, *(ON_DEVICE,) * 4)), "on the device and on the disk are not in"),
-        (Policy(delivery="shared", transfer="staged"), "from each rank's memory"),
         (Policy(delivery="shared", placements=(DISK,) * 5), "weights on the disk are not in memory"),
     ],
 )

@@ -156,7 +156,7 @@ def test_the_streamed_share_is_spread_over_host_resident_layers() -> None:
 
 
 def test_streamed_updates_need_a_bus_and_pinned_state() -> None:
-    for other in ({"shares_memory": True}, {"transfer": "staged"}, {"transfer": "pageable"}):
+    for other in ({"shares_memory": True}, {"transfer": "pageable"}):
         with pytest.raises(PlanError, match=r"policy\.streamed_updates"):
             Policy(streamed_updates=0.5, **other)  # type: ignore[arg-type]
     for share in (-0.1, 1.5, True):

@@ -77,7 +77,7 @@ FROZEN = {
 OFFLOADING = {
     "drop and offload": replace(SMALL, activations_by_layer=(("drop",), ("offload", "input")), grad_slots=3),
     "during backward": replace(SMALL, update="during_backward"),
-    "staged": replace(SMALL, transfer="staged"),
+    "pageable": replace(SMALL, transfer="pageable"),
 }
 
 

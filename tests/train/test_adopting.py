@@ -63,7 +63,7 @@ def random_policy(draw: random.Random, before: Policy) -> Policy:
         "streamed_updates": draw.choice([0.3, 1.0]),
         "shares_memory": not before.shares_memory,
         "host_threads": draw.randint(0, 2),
-        "transfer": draw.choice(["staged", "pageable"]),
+        "transfer": "pageable",
         "pinned_staging_slots": 1,
         "placements": homes,
         "delivery": "shared",

@@ -198,11 +198,6 @@ def refuse_what_ranks_lack(policy: Policy, ranks: int) -> None:
         "shares_memory": (policy.shares_memory, "weights are assembled in slots", "false"),
         "read_ahead_nbytes": (policy.read_ahead_nbytes > 0, "there is no read-ahead of gathered weights yet", "0"),
         "placements": (in_files, "weights in files cannot be shared by ranks yet", "host, disk or device"),
-        "transfer": (
-            shared and policy.transfer == "staged",
-            "weights are fetched from each rank's memory",
-            "pinned or pageable, or delivery gather",
-        ),
         "delivery": (
             shared and any(away.values()),
             f"weights {' and '.join(where for where, are in away.items() if are)} are not in memory that ranks share",

@@ -5,9 +5,8 @@ program order and gives each name a buffer when needed: the one whose content is
 for shards the one unused longest. A copy in is placed as early as its buffer allows, but after the last write of its
 source, so its stream runs as far ahead as there are buffers; a copy out comes right after the op that changed the
 bytes, so reusing a buffer loses nothing. Waits follow from declared ranges, as for every op. State on the disk goes
-through host memory by READ and WRITE; offloaded activations go through the device by RELOAD and OFFLOAD (`recompute`);
-pageable memory goes through pinned memory by PACK and UNPACK (`pinned_staging`). The policy sets the number of buffers;
-`memory.disk` does the I/O.
+through host memory by READ and WRITE; offloaded activations go through the device by RELOAD and OFFLOAD (`recompute`).
+The policy sets the number of buffers; `memory.disk` does the I/O.
 """
 
 from __future__ import annotations
@@ -43,8 +42,6 @@ class Staged:
     slots: tuple[str, ...]
     micro: int = -1
     route: Route = DISK
-    start: int = 0
-    """Offset in the region."""
     frozen_nbytes: int = 0
     """Bytes at the end that no op changes, and that copies out omit."""
     shard: int = -1
@@ -157,7 +154,7 @@ class _Staging:
     def _copy(self, name: str, slot: str, *, inward: bool) -> Op:
         part = self._staged[name]
         nbytes = part.nbytes if inward else part.nbytes - part.frozen_nbytes
-        outside = Access(part.region, part.start, part.start + nbytes, self._content[name])
+        outside = Access(part.region, 0, nbytes, self._content[name])
         here = Access(slot, 0, nbytes, self._content[name])
         kind, stream = part.route.inward if inward else part.route.outward
         if inward:

@@ -21,7 +21,6 @@ from typing import Literal
 from megatrain.schedule.contents import USED, Gradient
 from megatrain.schedule.ops import Access, Buffer, Op, Stream, Use, declare
 from megatrain.schedule.passes.pieces import Piece
-from megatrain.schedule.passes.pinned_staging import PinnedStaging
 from megatrain.schedule.passes.state_buffers import state_name
 from megatrain.spec import ModelSpec, Numerics, Part, Policy, Tier, Work
 from megatrain.spec.layout import Shard, layout_of
@@ -40,10 +39,9 @@ class Gradients:
         policy: Policy,
         work: Work,
         buffers: dict[str, Buffer],
-        pinned_staging: PinnedStaging,
     ) -> None:
         self._model, self._numerics, self._policy = model, numerics, policy
-        self._work, self._buffers, self._pinned_staging = work, buffers, pinned_staging
+        self._work, self._buffers = work, buffers
         self._slots = max(1, min(policy.grad_slots, len(model.layers)))
         units = range(len(model.units))
         self._trained = [layout_of(unit).trained for unit in model.units]
@@ -130,7 +128,7 @@ class Gradients:
         for shard in self._shards(unit):
             start, stop = shard.start * sum_nbytes, shard.stop * sum_nbytes
             inside = total.between(total.start + start, total.start + stop)
-            outside = self._pinned_staging.at("sums", unit, shard.index, Access(name, start, stop, content))
+            outside = Access(name, start, stop, content)
             read, write = (inside, outside) if kind == "GRAD" else (outside, inside)
             ops.append(Op(kind, stream, unit, shard=shard.index, reads=(read,), writes=(write,)))
         return ops
@@ -160,7 +158,7 @@ class Gradients:
         for shard in shards:
             read = total.between(total.start + shard.start * sum_nbytes, total.start + shard.stop * sum_nbytes)
             write = landed.between(base + shard.start * out // ranks, base + shard.stop * out // ranks)  # this rank's
-            writes = [self._pinned_staging.at("grad", unit, shard.index, write)]
+            writes = [write]
             if sum_nbytes != out and crosses and ranks == 1:
                 writes.append(self._cast(write.stop - write.start))
             ops.append(Op("GRAD", "grad", unit, shard=shard.index, reads=(read,), writes=tuple(writes)))

@@ -232,7 +232,7 @@ class Prefetch:
         start, size = shard.start * weight_nbytes // ranks, (target.stop - target.start) // ranks  # of this rank's part
         tier: Tier = "device" if self._policy.placement(visit.unit).on_device else "host"
         home = Access(state_name(tier, Part.WEIGHTS, visit.unit), start, start + size, Weights(visit.unit))
-        read = home if tier == "device" else self._pinned_staging.at("fetch", visit.unit, shard.index, home)
+        read = home if tier == "device" else self._pinned_staging.at(visit.unit, shard.index, home)
         op = Op("FETCH", "fetch", visit.unit, shard=shard.index, reads=(read,), writes=(target,))
         index, behind = self._earliest
         self._visits[index].fetches.append((behind, op))
