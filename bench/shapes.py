@@ -85,7 +85,7 @@ def llama_shape(
         "mlp.down_proj": (width, inner),
     }
     embedding = ParamSpec("model.embed_tokens.weight", (vocabulary, width))
-    units = [UnitSpec("prologue", "prologue", (embedding,), profile=tables, looks_up=True)]
+    units = [UnitSpec("prologue", "prologue", (embedding,), profile=tables)]
     for index in range(layers):
         params = (ParamSpec(f"model.layers.{index}.{each}.weight", shape) for each, shape in shapes.items())
         units.append(UnitSpec(f"layers.{index}", "layer", tuple(params), (), profile))

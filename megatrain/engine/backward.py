@@ -7,7 +7,7 @@ import torch
 from megatrain.engine.context import OpContext
 from megatrain.engine.forward import DifferentiableLayerCall, encoded_for, input_of
 from megatrain.engine.resumable_call import NO_PAUSES
-from megatrain.engine.step_state import StepState, weights_in
+from megatrain.engine.step_state import StepState
 from megatrain.memory import Lease
 from megatrain.model.ports import numbered, sides_of_prologue
 from megatrain.schedule import Op
@@ -66,10 +66,7 @@ def _backward_of_first(context: OpContext, step: StepState, op: Op, lease: Lease
     """Run the prologue again with autograd, or the start of an encoder, then backward, which runs layers of encoders
     that are not streamed once more."""
     activations, unit = step.activations, op.unit
-    if weights_in(op.reads, unit) is None:  # then only their shapes matter
-        leaves = context.placeholder_leaves()
-    else:
-        leaves = context.leaves(context.weights(op, lease, unit), unit)
+    leaves = context.leaves(context.weights(op, lease, unit), unit)
     context.reseed(step, unit, op.micro)
     inputs, answers = context.inputs(step, op.micro)
     around, encoded = (answers, leaves.in_place), encoded_for(context, step, op, lease)

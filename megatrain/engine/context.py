@@ -107,13 +107,11 @@ class OpContext:
     def leaves(self, weights: UnitWeights, unit: int) -> UnitLeaves:
         """The parameters of a unit as leaves."""
         if weights.leaves is None:
-            weights.leaves = self._noted(self.binders[unit].leaves(weights.flat), unit)
+            leaves = self.binders[unit].leaves(weights.flat)
+            trained = self.binders[unit].trained(leaves)
+            self.totals[unit].register_hooks(trained)
+            weights.leaves = UnitLeaves(leaves, trained, self.in_place(trained, unit))
         return weights.leaves
-
-    def _noted(self, leaves: dict[str, Tensor], unit: int) -> UnitLeaves:
-        trained = self.binders[unit].trained(leaves)
-        self.totals[unit].register_hooks(trained)
-        return UnitLeaves(leaves, trained, self.in_place(trained, unit))
 
     def forget_views(self) -> None:
         """A step has failed: leaves may have been left with a gradient, and sums without their last terms."""
@@ -125,12 +123,6 @@ class OpContext:
         if step.phases is NO_PAUSES or weights_in(op.reads, op.unit) is None:
             return NOTHING
         return step.phases.waiting_for(self.weights(op, lease, op.unit).flat)
-
-    def placeholder_leaves(self) -> UnitLeaves:
-        """Leaves without memory in place of the prologue's weights."""
-        trains = {param.name: param.trainable for param in self.spec.units[0].params}
-        by_name = {name: self.ported.placeholders[name].detach().requires_grad_(of) for name, of in trains.items()}
-        return self._noted(by_name, 0)
 
     # Gradients ------------------------------------------------------------------------------------------------------
 

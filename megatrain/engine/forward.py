@@ -17,7 +17,6 @@ from megatrain.engine.context import NOTHING, OpContext
 from megatrain.engine.resumable_call import NO_PAUSES
 from megatrain.engine.step_state import KeptGraph, StepState, bytes_of, declares, input_in, pack, unpack, weights_in
 from megatrain.engine.weights import BoundWeights, save_weights_by_name
-from megatrain.errors import ModelError
 from megatrain.memory import Lease
 from megatrain.model import Answering, Call, Keeping
 from megatrain.model.ports import numbered, taken_from_prologue
@@ -270,8 +269,7 @@ def _prologue(context: OpContext, step: StepState, op: Op, lease: Lease) -> tupl
     """The first layer's input, [batch, length, hidden size], and the arguments of all layers.
 
     A text's gradients are known since the model was split, unless its loop computes between layers. Otherwise a
-    graph shows in training what needs one; it keeps no tensor. Raises `ModelError` if the backward pass will not
-    have the weights that a gradient depends on.
+    graph shows in training what needs one; it keeps no tensor.
     """
     inputs, answers = context.inputs(step, op.micro)
     encoded = encoded_for(context, step, op, lease)
@@ -286,10 +284,7 @@ def _prologue(context: OpContext, step: StepState, op: Op, lease: Lease) -> tupl
         with graph_without_tensors():
             leaves = context.leaves(context.weights(op, lease, 0), 0)
             hidden, calls = context.ported.prologue(leaves.by_name, inputs, encoded=encoded)
-    calls, needing = numbered(context.ported, calls)
-    if needing and text and context.spec.units[0].looks_up:
-        what = "its layers need a gradient other than through the hidden state for some texts only"
-        raise ModelError(what, where=f"model {context.spec.name}", fix="freeze what computes their other arguments")
+    calls, _ = numbered(context.ported, calls)
     if encoded:
         keep_away(context, step, op, lease, encoded[0].detach())
     return hidden.detach(), [call.detached() for call in calls]

@@ -79,7 +79,6 @@ from megatrain.model.weight_reads import (
     Uses,
     in_order_of_use,
     nodes_of,
-    only_looks_up,
     reachable_leaves,
 )
 from megatrain.model.weight_sources import quiet
@@ -365,7 +364,6 @@ def _learn_structure(
     constants = [each for call in capture.calls for each in call.constants]
     between = [each for each in constants if isinstance(each, Tensor) and each.requires_grad]
     of_prologue = _sides_of_prologue(ported, capture, len(side_values))
-    looks_up = not of_prologue and not between and only_looks_up(ported, capture.hidden, _probe_inputs())
     ported.hidden_shape = tuple(capture.hidden.shape[2:])
     last = torch.zeros(PROBE_TOKENS, *ported.hidden_shape, dtype=capture.hidden.dtype, requires_grad=True)
     tracing = TracingHandOut(len(ported.ports), last.unsqueeze(1))
@@ -400,7 +398,7 @@ def _learn_structure(
     if not epilogue and not borrowed:
         raise ModelError("its logits depend on no parameter outside the layers", where=where)
     units = (
-        UnitSpec("prologue", "prologue", tuple(prologue), looks_up=looks_up),
+        UnitSpec("prologue", "prologue", tuple(prologue)),
         *layers,
         UnitSpec("epilogue", "epilogue", tuple(epilogue), tuple(borrowed)),
     )

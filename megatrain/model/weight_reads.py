@@ -1,13 +1,8 @@
-"""Finds which weights a model's code reads: a layer's in which order and as what matrices, and whether the prologue's
-backward reads any.
+"""Finds which weights a model's code reads, in which order and as what matrices.
 
 A function mode around the call sees where a layer first reads a weight, without touching the model's code. Asking for
 a shape or making a view reads nothing: a view is tracked to where it is used, so one expert's slice of a tensor of
 all experts counts as that slice. Anything else counts as reading the whole tensor.
-
-The gradient of most prologues does not depend on their weights (`only_looks_up`): an embedding, perhaps with
-positions added, a constant factor or dropout, is linear in them, and autograd keeps only ids, masks and constants.
-Then no weights are fetched for the backward pass.
 """
 
 from __future__ import annotations
@@ -24,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 
 from megatrain.model.peak import ADDING, SkipLargeProducts, tensors_of
 from megatrain.model.peak import PRODUCTS as MATRIX_PRODUCTS
-from megatrain.model.ports import Capture, PortedModel
 from megatrain.spec import ParamSpec
 
 Reading = Callable[[Any, Sequence[Tensor]], None]
@@ -222,73 +216,7 @@ class ReadByProducts(SkipLargeProducts):
         return origin.weight
 
 
-# In the backward pass of the prologue ---------------------------------------------------------------------------------
-#
-# Decided from the graph of a tiny run. Only operations known to be linear in their inputs count, and a product only if
-# at most one factor depends on a weight; anything else (a norm, say) is assumed to need the values. Since a factor may
-# depend on weights where autograd does not see it, three runs with all weights equal to one number must also show that
-# the output is linear in it.
-
-
-LINEAR = frozenset(
-    (
-        *("AccumulateGrad", "EmbeddingBackward0", "AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0"),
-        *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0", "SqueezeBackward1"),
-        *("ExpandBackward0", "SliceBackward0", "SelectBackward0", "TransposeBackward0", "TBackward0", "CloneBackward0"),
-        *("PermuteBackward0", "NativeDropoutBackward0", "AliasBackward0", "IndexBackward0", "IndexSelectBackward0"),
-        *("CatBackward0", "StackBackward0"),
-    )
-)
-"""Names of autograd nodes whose gradient does not read their inputs."""
-
-PRODUCTS = {"MulBackward0": ([0], [1]), "DivBackward0": ([0],)}
-"""Node -> the inputs that may depend on weights."""
-
-TOLERANCE = 1e-2
-"""Tolerance for the rounding of sums with constants."""
-
-
-def only_looks_up(ported: PortedModel, hidden: Tensor, inputs: Mapping[str, Tensor]) -> bool:
-    """Whether the prologue's output `hidden` is linear in its weights, judged by its graph.
-
-    inputs: the prologue's. Embeddings that a lookup changes (`max_norm`) do not qualify.
-    """
-    changes = any(getattr(module, "max_norm", None) is not None for module in ported.skeleton.modules())
-    return not changes and _is_linear(hidden) and _grows_as_weights(ported, inputs)
-
-
-def _grows_as_weights(ported: PortedModel, inputs: Mapping[str, Tensor]) -> bool:
-    outputs = []
-    with torch.no_grad(), ported.evaluation_mode():
-        for number in (0.0, 1.0, 2.0):
-            told = ported.placeholders.items()
-            weights = {name: torch.full((), number, dtype=zero.dtype).expand(zero.shape) for name, zero in told}
-            capture = Capture(len(ported.ports))
-            ported.run(capture, weights, inputs)
-            assert capture.hidden is not None
-            outputs.append(capture.hidden.float())
-    none, once, twice = outputs
-    return torch.allclose(twice - none, 2 * (once - none), rtol=TOLERANCE, atol=TOLERANCE)
-
-
-def _is_linear(hidden: Tensor) -> bool:
-    """Whether each node of a graph is linear in the inputs that depend on weights."""
-    if hidden.grad_fn is None:
-        return False
-    seen: set[Any] = set()
-    left: list[Any] = [hidden.grad_fn]
-    while left:
-        node = left.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        inputs = [inner for inner, _ in node.next_functions]
-        depend = [place for place, inner in enumerate(inputs) if inner is not None]
-        name = node.name().removeprefix("torch::autograd::")
-        if name not in LINEAR and depend not in PRODUCTS.get(name, ()):
-            return False
-        left += [inputs[place] for place in depend]
-    return True
+# In graphs ------------------------------------------------------------------------------------------------------------
 
 
 def reachable_leaves(tensor: Tensor) -> set[int]:

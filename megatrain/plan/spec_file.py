@@ -36,6 +36,7 @@ def read_model(content: Any, where: str) -> ModelSpec:
         profiles = checked(fields.get("profiles", ()), tuple[LayerProfile, ...], ModelError, "profiles")
         numbered = dict(enumerate(profiles))
         for unit in (units := [dict(unit) for unit in fields["units"]]):
+            unit.pop("looks_up", None)  # which former versions wrote
             if type(unit["profile"]) is int:
                 unit["profile"] = numbered[unit["profile"]]
             if isinstance(unit["params"], list):  # not told is not none: Muon refuses such a model

@@ -274,7 +274,7 @@ class Builder:
         return visit
 
     def _backward_visit(self, unit: int, micros: range) -> Visit:
-        visit, name = Visit(unit, reads=self._backward_reads(unit)), workspace_name(self.model, unit)
+        visit, name = Visit(unit, reads=self.layouts[unit].size > 0), workspace_name(self.model, unit)
         is_layer, encoded = not self.model.is_first(unit), bool(self._encoded(unit, micros[0]))
         visit.before = self._restored(unit, micros)
         nbytes = cache(partial(backward_nbytes, self.model, self.numerics, self.policy, self.work, unit))
@@ -302,11 +302,6 @@ class Builder:
         visit.after = self._gradient_out(unit)
         visit.last_first = is_layer and self.alive.keeps_graph(unit, micros[0])
         return visit
-
-    def _backward_reads(self, unit: int) -> bool:
-        """Whether a unit's backward pass needs its weights; in shared memory they are there anyway."""
-        blind = self.model.units[unit].looks_up and not self.work.beyond_text and not self.policy.shares_memory
-        return self.layouts[unit].size > 0 and not blind
 
     # Weights --------------------------------------------------------------------------------------------------------
 

@@ -82,9 +82,6 @@ class UnitSpec:
     params: tuple[ParamSpec, ...]
     borrows: tuple[str, ...] = ()
     profile: LayerProfile = NOTHING_KNOWN
-    looks_up: bool = False
-    """For a prologue: its gradient for text depends only on ids, so its backward needs no weights. What else a
-    micro-batch brings (`Work.beyond_text`) may need them."""
     ranks: int = 1
     """Number of ranks that share its state, each owning an equal part of every shard (`layout`)."""
 

@@ -1,16 +1,11 @@
-"""What counts as reading a tensor, and which prologues have gradients that need no weights."""
+"""What counts as reading a tensor."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
-from megatrain import AdamW, Engine, Policy
-from megatrain.model import port_model
 from megatrain.model.weight_reads import OrderOfUse, ReadByProducts, Uses, in_order_of_use
-from megatrain.schedule.contents import Weights
-from tests.tiny import equal, tiny_model, unequal_batches
 
 
 def test_reads_are_traced_through_views() -> None:
@@ -37,71 +32,6 @@ def test_reads_are_traced_through_functorch_wrappers() -> None:
         torch.vmap(lambda row: row * 2)(weights["b"])
         torch.vmap(torch.vmap(lambda value, other: value + other))(weights["a"], torch.ones(4, 4))
     assert order.names == ["b", "a"]
-
-
-@pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2", "mixtral-balanced"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_embedding_and_embedding_bag_lookups_are_traced(family: str, dtype: torch.dtype) -> None:
-    assert port_model(tiny_model(family), dtype).structure.units[0].looks_up
-
-
-def changed(by: nn.Module) -> nn.Module:
-    """A model with something behind its embedding, as part of it."""
-    model = tiny_model("llama")
-    table = model.model.embed_tokens
-
-    class Embedding(nn.Embedding):
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
-            return by(super().forward(input))
-
-    model.model.embed_tokens = Embedding(*table.weight.shape, _weight=table.weight.detach().clone())
-    return model
-
-
-class Normed(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.layer_norm(x, x.shape[-1:])
-
-
-class Squared(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * x
-
-
-class Divided(nn.Module):
-    """By what depends on the weights where autograd does not see it."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x / (x.detach().abs().mean() + 1)
-
-
-class Scaled(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * 3.5 + torch.ones(x.shape[-1])
-
-
-@pytest.mark.parametrize("by", [Normed, Squared, Divided, Scaled])
-def test_tables_are_traced_to_their_parameter(by: type[nn.Module]) -> None:
-    assert port_model(changed(by()), torch.float32).structure.units[0].looks_up == (by is Scaled)
-
-
-def test_a_table_modified_on_lookup_is_detected() -> None:
-    model = tiny_model("llama")
-    model.model.embed_tokens.max_norm = 1.0
-    assert not port_model(model, torch.float32).structure.units[0].looks_up
-
-
-@pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2"])
-def test_weights_stay_released_and_gradients_are_equal(family: str) -> None:
-    batches = unequal_batches(2)
-    with Engine.from_model(tiny_model(family), "cpu", "fp32", AdamW(), verify=False) as made:
-        expected = made.gradients(batches)
-    with Engine.from_model(tiny_model(family), "sim:3", "fp32", AdamW(), policy=Policy(), verify=False) as made:
-        found = made.gradients(batches)
-        ops = next(iter(made.parts.schedules.known.values())).ops
-    assert equal(found, expected)
-    assert all(access.content != Weights(0) for op in ops if op.name.startswith("BACKWARD u0") for access in op.reads)
-    assert len({i for i, op in enumerate(ops) if op.name.startswith("FETCH u0 s0")}) == 1
 
 
 class Reading(nn.Module):

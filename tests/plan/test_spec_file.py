@@ -58,6 +58,14 @@ def test_saved_model_specs_round_trip(model: ModelSpec) -> None:
     assert read_model(json.loads(json.dumps({"model": asdict(model)})), "here") == model
 
 
+def test_what_former_versions_wrote_of_units_is_read() -> None:
+    model = llama_shape("small", 2, 64, vocabulary=100)
+    content = asdict(model)
+    for unit in content["units"]:
+        unit["looks_up"] = unit["kind"] == "prologue"
+    assert read_model({"model": content}, "here") == model
+
+
 def changed(path: str, value: Any) -> dict[str, Any]:
     content: dict[str, Any] = {"model": json.loads(json.dumps(asdict(llama_shape("x", 2, 64, vocabulary=10))))}
     place: Any = content

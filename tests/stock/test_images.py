@@ -19,8 +19,7 @@ from megatrain import AdamW, Engine, Policy
 from megatrain.dist import World
 from megatrain.errors import ConfigError
 from megatrain.hf import StreamedTrainer
-from megatrain.schedule.contents import Weights
-from megatrain.spec import Numerics, Placement, Work
+from megatrain.spec import Numerics, Placement
 from megatrain.train.parity import truth
 from tests.kinds import case_of
 from tests.ranks import together, worlds
@@ -159,18 +158,6 @@ def test_no_policy_changes_a_bit_of_a_step_with_images(name: str, tmp_path: Path
                 engine.step([image_batch("llava", number)] if number % 2 else [text_batch(number)])
             found.append(gradients | {f"then {key}": value for key, value in engine.master_weights().items()})
     assert equal(*found)
-
-
-def test_text_alone_reads_the_embedding_once() -> None:
-    """What only images need is not fetched for text; one rank's image is fetched for on all."""
-
-    def reads(engine: Engine, work: Work) -> bool:
-        ops = engine.parts.schedules.get("step", work).ops
-        return any(each.content == Weights(0) for op in ops if op.name.startswith("BACKWARD u0") for each in op.reads)
-
-    with made(image_model("llava"), "sim:3") as engine:
-        assert not reads(engine, Work((9,)))
-        assert reads(engine, Work((9,), beyond_text=True))
 
 
 @pytest.mark.slow
