@@ -5,7 +5,7 @@
     python -m bench.hundred --parameters 1e9 2e9 --times 16 --folder FOLDER [...]
 
 A narrow Llama (with `--experts` a Mixtral) is repeated over its width until it has about so many parameters: the same
-function (`megatrain/model/wide.py`), so what plain PyTorch computes for the narrow model in minutes is what each number
+function (`bench/wide.py`), so what plain PyTorch computes for the narrow model in minutes is what each number
 of the wide one must be. Four parts follow each other, each in a process of its own; what a part finds is in
 `FOLDER/hundred.json` as it ends, and a run that was cut off goes on with the first part that is missing there:
 
@@ -72,6 +72,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from bench.tiers import peak_nbytes
+from bench.wide import Repeated, WideModel, find_recipe, with_width
 from megatrain import AdamW, Engine, Muon, Policy
 from megatrain.checkpoint.run_state import read_training
 from megatrain.checkpoint.save import CheckpointFacts, PlannedCheckpoint, StateReader, write_checkpoint
@@ -80,13 +81,12 @@ from megatrain.formatting import amount, duration
 from megatrain.memory import Disk
 from megatrain.model import lora_config, port_model
 from megatrain.model.skeleton import blueprint
-from megatrain.model.tiny import perturb, with_width
-from megatrain.model.wide import Repeated, WideModel, find_recipe, group_of
+from megatrain.model.tiny import perturb
 from megatrain.optim.clip import clip_scale
 from megatrain.spec import Placement, Precision, Tier, Work
 from megatrain.spec.layout import Layout, layout_of
 from megatrain.system.paths import compresses_what_is_not_preallocated, written_whole
-from megatrain.train.parity import stock_loss
+from megatrain.train.parity import group_of, stock_loss
 from tests.tiny import tiny_model
 
 LR, EPS, RANK = 1e-3, 1e-4, 4

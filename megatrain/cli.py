@@ -334,27 +334,16 @@ def _verify(
     ],
     attention: Attention = "auto",
     trust_remote_code: Remote = False,
-    wide: Annotated[
-        int | None,
-        typer.Option(min=2, metavar="TIMES", help="Compare at full width, with a stock model TIMES times narrower."),
-    ] = None,
-    disk: Annotated[
-        list[str] | None,
-        typer.Option(help="With --wide: a folder for state that does not fit into memory.", callback=_path("folder")),
-    ] = None,
 ) -> None:
-    """Compare loss and all gradients with the stock code's. Uses a small model of the same architecture, or with --wide
-    one of each kind of its layers at full width."""
+    """Compare loss and all gradients with the stock code's. Uses a small model of the same architecture."""
     let_idle_threads_sleep()
     _refuse_absent(model)
-    if disk and wide is None:
-        raise ConfigError("needs --wide: a small model takes no disk", where="--disk", fix="add --wide TIMES")
     from rich.console import Console
 
     from megatrain.commands.verify import run_verification
 
-    console, remote = Console(highlight=False), trust_remote_code
-    if not run_verification(model, console, attention=attention, trust_remote_code=remote, wide=wide, disk=disk or ()):
+    console = Console(highlight=False)
+    if not run_verification(model, console, attention=attention, trust_remote_code=trust_remote_code):
         raise typer.Exit(MISMATCH)
 
 

@@ -2,48 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatrain.dist import ALONE
-from megatrain.model import Source, listed, model_named, non_finite_weights
+from megatrain.model import listed, model_named, non_finite_weights
 from megatrain.model.architecture import read_config
-from megatrain.spec import Numerics, Policy
-from megatrain.train.engine import Engine, unverified
-from megatrain.train.parity import full_report, verify_rows, wide_report
+from megatrain.train.engine import unverified
+from megatrain.train.parity import full_report, verify_rows
 
 
-def run_verification(
-    model: str,
-    console: Console,
-    *,
-    attention: str = "auto",
-    trust_remote_code: bool = False,
-    wide: int | None = None,
-    disk: Sequence[str] = (),
-) -> bool:
+def run_verification(model: str, console: Console, *, attention: str = "auto", trust_remote_code: bool = False) -> bool:
     """Compare a small model of the same architecture with the stock code and print a table; returns whether all agree.
 
     model: model folder, run folder, hub name or `config.json`. The comparison uses no weights of it, but the weights in
-    a folder are checked for values that are not finite. attention: kernel; `auto`: the one transformers chooses. wide:
-    compare a model of the full width instead, with one layer of each kind, which repeats a stock model so many times
-    narrower. disk: folders for state of that model which host memory has no room for.
-    Raises `ModelError` for a model that cannot be compared or that the engine refuses, and `DoesNotFit`.
+    a folder are checked for values that are not finite. attention: kernel; `auto`: the one transformers chooses.
+    Raises `ModelError` for a model that cannot be compared or that the engine refuses.
     """
-
-    def make(source: Source, device: str, numerics: Numerics, policy: Policy) -> Engine:
-        options = {"numerics": numerics, "policy": policy, "max_grad_norm": None, "verify": False}
-        return Engine.from_source(source, device=device, disk=disk, world=ALONE, **options)  # type: ignore[arg-type]
-
     named = model_named(model)
     config = read_config(named, where=f"model {model}", trust_remote_code=trust_remote_code)
     with console.status("comparing"):
-        kernel = None if attention == "auto" else attention
-        report = full_report(config, unverified, kernel) if wide is None else wide_report(config, wide, make, kernel)
+        report = full_report(config, unverified, None if attention == "auto" else attention)
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("parameters")
     table.add_column("worst relative error", justify="right")

@@ -18,7 +18,6 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from functools import partial
 from math import ceil, gcd
 from typing import Any
@@ -63,7 +62,7 @@ def shrink(config: PreTrainedConfig, kind: type[PreTrainedModel] | None = None) 
     kind: the model's class; by default that of `auto_class`. Raises `ModelError` if no candidate builds and
     runs.
     """
-    whole = _plain(config)
+    whole = fields_of(config)
     failures: list[str] = []
     for effort in EFFORTS:
         try:
@@ -112,16 +111,16 @@ def with_dropout(config: PreTrainedConfig, rate: float) -> PreTrainedConfig:
 
     Integer fields stay integers, since some configs insist.
     """
-    fields = _plain(config)
+    fields = fields_of(config)
     for node in nested(fields):
         node.update({name: type(value)(rate) for name, value in node.items() if _is_rate(name, value)})
         node.update({name: type(value)(0) for name, value in node.items() if name.endswith("layerdrop")})
-    return _parsed(config, fields)
+    return config_of(config, fields)
 
 
 def dropout_rates(config: PreTrainedConfig) -> list[float]:
     """All dropout and jitter rates of a config."""
-    return [float(value) for node in nested(_plain(config)) for name, value in node.items() if _is_rate(name, value)]
+    return [float(value) for node in nested(fields_of(config)) for name, value in node.items() if _is_rate(name, value)]
 
 
 def _is_rate(name: str, value: object) -> bool:
@@ -172,17 +171,12 @@ def _shrunk(
     return small
 
 
-def few_layers(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A config of the same widths with one layer of each kind, two at least."""
-    return _with_few_layers(config, _plain(config), None, EFFORTS[0])[0]
-
-
 def _with_few_layers(
     config: PreTrainedConfig, narrow: Fields, kind: type[PreTrainedModel] | None, effort: str
 ) -> tuple[PreTrainedConfig, PreTrainedModel]:
     """The config of these fields with as few layers as have every kind, and its model without values. Raises
     `ModelError` if a kind is lost."""
-    skeleton = _skeleton(wide := _parsed(config, narrow), kind)
+    skeleton = _skeleton(wide := config_of(config, narrow), kind)
     stacks = _stacks(skeleton, config)
     kinds_of = partial(_kinds_of_all, stacks=stacks, counted=effort != "twice")
     kinds = [kinds_of(skeleton, wide, stack) for stack in stacks]
@@ -194,7 +188,7 @@ def _with_few_layers(
         for of, name in _tapping(narrow, stack.path):
             places = [chosen.index(layer) for layer in items(of[name])]
             of[name] = places if isinstance(of[name], list) else places[0]
-    small = _parsed(config, narrow)
+    small = config_of(config, narrow)
     skeleton = _skeleton(small, kind)
     for stack, every in zip(stacks, kinds, strict=True):
         if set(every) - set(kinds_of(skeleton, small, stack)):
@@ -214,11 +208,11 @@ def _try(model: PreTrainedModel) -> None:
 def ordinary_tokens(config: PreTrainedConfig) -> list[int]:
     """Token ids without a special meaning (padding, image placeholders)."""
     special: set[int] = set()
-    for node in nested(_plain(config)):
+    for node in nested(fields_of(config)):
         for name, value in node.items():
             if TOKEN.fullmatch(name):
                 special |= {item for item in items(value) if isinstance(item, int)}
-    text = _plain(config.get_text_config())
+    text = fields_of(config.get_text_config())
     vocabulary = min(text[name] for name in ("vocab_size", "unpadded_vocab_size") if text.get(name))
     return [token for token in range(vocabulary) if token not in special]
 
@@ -228,7 +222,7 @@ def _skeleton(config: PreTrainedConfig, kind: type[PreTrainedModel] | None) -> P
         return built(config, kind, None)
 
 
-def _plain(config: PreTrainedConfig) -> Fields:
+def fields_of(config: PreTrainedConfig) -> Fields:
     """The fields of a config, nested ones too, without those about its checkpoint."""
     fields: Fields = _string_keyed(config.to_dict())
     nodes = [fields]
@@ -248,7 +242,7 @@ def _string_keyed(value: Any) -> Any:
     return [_string_keyed(item) for item in value] if isinstance(value, list) else value
 
 
-def _parsed(config: PreTrainedConfig, fields: Fields) -> PreTrainedConfig:
+def config_of(config: PreTrainedConfig, fields: Fields) -> PreTrainedConfig:
     with quiet():
         parsed: PreTrainedConfig = type(config).from_dict(copy.deepcopy(fields))
     parsed._experts_implementation = config._experts_implementation
@@ -274,7 +268,7 @@ class _Stack:
 def _stacks(model: PreTrainedModel, config: PreTrainedConfig, path: Path = ()) -> list[_Stack]:
     """All stacks of layers, including those of nested configs."""
     stacks: list[_Stack] = []
-    plain = _plain(config)
+    plain = fields_of(config)
     lists = outermost_module_lists(model)
     counts = [value for name, value in plain.items() if LAYER_COUNT.fullmatch(name) and isinstance(value, int)]
     for depth in (getattr(config, "decoder_layers", None), getattr(config, "num_hidden_layers", None), *counts):
@@ -310,12 +304,12 @@ def kinds_of_layers(
 ) -> list[object]:
     """For each layer of a stack, what distinguishes it: classes, parameters, switches, and its entries in the
     config. counted: whether it matters how many like modules a list in it has."""
-    node = _at(_plain(config), stack.path)
+    node = _at(fields_of(config), stack.path)
     modules = [list(model.get_submodule(name).children()) for name in stack.modules]
     depth = min((len(layers) for layers in modules), default=1)
     entries = [value for name in stack.fields if len(value := node[name]) == depth]
     taps = [value for name, value in node.items() if TAPPED.fullmatch(name) and isinstance(value, list)]
-    taps += [items(of[name]) for of, name in _tapping(_plain(config), stack.path)]
+    taps += [items(of[name]) for of, name in _tapping(fields_of(config), stack.path)]
     entries += [[value.index(i) if i in value else None for i in range(depth)] for value in taps]
     return [
         (
@@ -473,38 +467,6 @@ ROLES = (
 SMALL = {"window": 4, "chunk": 4, "state": 8, "experts": 8, "chosen experts": 2, "expert groups": 2, "state groups": 2}
 SMALL |= {"channels": 32, "filters": 4, "patch": 2}
 """Target sizes; smaller fields are not changed. Channels are normalized in 32 groups; filters double in every layer."""
-
-
-FEED_FORWARD = re.compile(
-    r"(\w+_)?intermediate_size\w*|n_inner|(\w+_)?(ffn|mlp|feed_forward)_(dim|size|hidden_size)|d_ff|dff|dim_ff"
-)
-
-
-def with_width(config: PreTrainedConfig, times: Fraction) -> PreTrainedConfig:
-    """The config with a hidden size, MLPs and numbers of heads so many times as large.
-
-    Sizes of heads, vocabulary and ranks stay, as do the number of experts and a number of key heads that is one. Raises
-    `ModelError` for a size that is no integer then.
-    """
-    fields = _plain(config)
-
-    def scaled(name: str, value: Any) -> Any:
-        if isinstance(value, list):
-            return [scaled(name, item) for item in value]
-        is_head, is_number = HEADS.fullmatch(name), isinstance(value, int) and not isinstance(value, bool)
-        if not is_number or not (name in HIDDEN or is_head or FEED_FORWARD.fullmatch(name)):
-            return value
-        if is_head and value == 1 and times < 1:
-            return value
-        if (new := value * times).denominator > 1:
-            what = f"its {name} of {value:,} cannot be divided by {times.denominator:,}"
-            raise ModelError(what, where=f"model {type(config).__name__}", fix="repeat it fewer times")
-        return int(new)
-
-    for node in nested(fields):
-        if "vocab_size" in node and any(isinstance(node.get(name), int) for name in HIDDEN):
-            node.update({name: scaled(name, value) for name, value in node.items()})
-    return _parsed(config, fields)
 
 
 @dataclass(frozen=True, slots=True)

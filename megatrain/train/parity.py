@@ -8,6 +8,7 @@ import inspect
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -30,7 +31,6 @@ from megatrain.model.tiny import (
     StockConfig,
     StockModel,
     dropout_rates,
-    few_layers,
     ordinary_tokens,
     perturb,
     shrink,
@@ -38,8 +38,6 @@ from megatrain.model.tiny import (
     with_dropout,
 )
 from megatrain.model.user_patches import HOOKS
-from megatrain.model.weight_sources import Source
-from megatrain.model.wide import WideModel, group_of, narrow_config
 from megatrain.spec import ActivationPlan, Keep, Kernels, Numerics, Policy
 
 # Cases ----------------------------------------------------------------------------------------------------------------
@@ -226,6 +224,11 @@ class Computes(Protocol):
 
 MakeEngine = Callable[[StockModel, str, Numerics, Policy], Computes]
 """(model, device, numerics, policy) -> an engine without a check of its own."""
+
+
+def group_of(name: str) -> str:
+    """A parameter's name with a star for each number: `model.layers.*.mlp.up_proj.weight`."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -509,44 +512,6 @@ def replay_finding(model: StockModel, make_engine: MakeEngine, case: Case, setti
             if not torch.equal(value, expected[parameter]) and error > worst.error:
                 worst = Finding(REPLAY, error, parameter, case.name, f"{first} against {name}")
     return worst
-
-
-class _AsNarrow:
-    """An engine of a wide model that answers for the narrow model that it repeats."""
-
-    def __init__(self, engine: Computes, wide: WideModel) -> None:
-        self.evaluate, self.close = engine.evaluate, engine.close
-        self._engine, self._wide = engine, wide
-
-    def gradients(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
-        """For each element the worst of its copies."""
-        answers = self._engine.gradients(micro_batches)
-        repeated = self._wide.parameters
-        return {
-            name: repeated[name].farthest(answers.pop(name)) / repeated[name].gradient_factor for name in [*answers]
-        }
-
-
-MakeEngineOf = Callable[[Source, str, Numerics, Policy], Computes]
-"""As `MakeEngine`, for a source."""
-
-
-def wide_report(config: StockConfig, times: int, make_engine: MakeEngineOf, attention: str | None = None) -> Report:
-    """A model of `config`'s own widths, with one layer of each kind, compared with the stock model that it repeats
-    `times` times, which is as much narrower.
-
-    Raises `ModelError` for sizes that cannot be divided, and for a model that is another function when repeated.
-    """
-    kernel = _kernel_for(config, attention)
-    narrow = twin_from(with_dropout(few_layers(narrow_config(config, times)), 0.0), 0, kernel)
-    wide = WideModel(narrow, times)
-    policy = Policy(shares_memory=True, activations="recompute", update="during_backward")
-    setting = Setting(f"cpu, {times} times as wide", "cpu", Numerics("fp32"), policy)
-
-    def of_wide(_: StockModel, device: str, numerics: Numerics, policy: Policy) -> Computes:
-        return _AsNarrow(make_engine(wide, device, numerics, policy), wide)
-
-    return compare(narrow, of_wide, short_cases(narrow), [setting], enough=1)
 
 
 def full_report(config: StockConfig, make_engine: MakeEngine, attention: str | None = None) -> Report:

@@ -203,7 +203,6 @@ WITH_PATHS: list[tuple[tuple[str, ...], str, dict[str, str]]] = [
     (("plan", "m", "--trace", PATH), "--trace", FOR_A_FILE),
     (("plan", "m", "--json", PATH), "--json", FOR_A_FILE),
     (("verify", PATH), "MODEL", {}),
-    (("verify", "m", "--wide", "2", "--disk", PATH), "--disk", FOR_A_FOLDER),
     (("generate", PATH), "FOLDER", {}),
     (("generate", "m", "--base", PATH), "--base", {}),
     (("export", PATH, "t"), "SOURCE", {}),

@@ -1,11 +1,10 @@
-"""A narrow model repeated over its width is the same function in the library's own code, and `verify --wide` compares
-an engine with it."""
+"""A narrow model repeated over its width is the same function in the library's own code."""
 
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,15 +12,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
-from megatrain import Engine, Policy
-from megatrain.cli import main
+from bench.wide import Repeated, WideModel, find_recipe, with_width
 from megatrain.errors import ModelError
-from megatrain.model import Source
 from megatrain.model.tiny import built
-from megatrain.model.wide import Repeated, WideModel, find_recipe, narrow_config
-from megatrain.spec import Numerics
-from megatrain.train.parity import wide_report
-from tests.tiny import FAMILIES, VOCAB, stock_gradients, tiny_model, unequal_batches
+from tests.tiny import FAMILIES, VOCAB, stock_gradients, unequal_batches
 
 PHI: dict[str, Any] = {"model_type": "phi3", "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 40}
 PHI |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": 0}
@@ -88,44 +82,4 @@ def test_a_model_that_cannot_be_repeated_is_refused(kind: str, changes: dict[str
     """Phi-3 joins queries with keys that several of them share, so that no two parts are of one size."""
     config = narrow_model(kind, **changes).config
     with pytest.raises(ModelError, match=complaint):
-        find_recipe(narrow_config(config, 4) if kind == "llama" else config)
-
-
-def unverified(source: Source, device: str, numerics: Numerics, policy: Policy) -> Engine:
-    options: dict[str, Any] = {"numerics": numerics, "policy": policy, "max_grad_norm": None, "verify": False}
-    return Engine.from_source(source, device=device, **options)
-
-
-class OneElementOff:
-    """An engine with an error in one of the copies of one number."""
-
-    def __init__(self, source: Source, device: str, numerics: Numerics, policy: Policy) -> None:
-        self.engine = unverified(source, device, numerics, policy)
-        self.evaluate, self.close = self.engine.evaluate, self.engine.close
-
-    def gradients(self, micro_batches: Any) -> dict[str, Tensor]:
-        gradients = self.engine.gradients(micro_batches)
-        changed = gradients["model.layers.1.mlp.down_proj.weight"]
-        changed[-1, -1] += changed.norm()
-        return gradients
-
-
-def test_the_error_of_a_single_copy_is_found() -> None:
-    config = tiny_model("llama").config
-    report = wide_report(config, 2, unverified)
-    assert report.ok
-    assert len(report.findings) > 10
-    report = wide_report(config, 2, OneElementOff)
-    assert [each.group for each in report.findings if not report.agrees(each)] == [
-        "model.layers.*.mlp.down_proj.weight"
-    ]
-
-
-def test_verify_compares_at_full_width(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tiny_model("llama").config.save_pretrained(tmp_path)
-    for options, code, says in (("--wide", "2"), 0, "self_attn.q_proj"), ((), 2, "needs --wide"):
-        with pytest.raises(SystemExit) as ended:
-            main(["verify", str(tmp_path / "config.json"), "--disk", str(tmp_path), *options])
-        shown = capsys.readouterr()
-        assert ended.value.code == code
-        assert says in " ".join((shown.out + shown.err).split())
+        find_recipe(with_width(config, Fraction(1, 4)) if kind == "llama" else config)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import product
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,18 +28,26 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from megatrain.errors import ModelError, typed_line
 from megatrain.model.skeleton import blueprint, on_the_cpu, where_of
 from megatrain.model.tiny import (
-    FEED_FORWARD,
+    HEADS,
     HIDDEN,
     MAIN_HEADS,
     TRIAL_TOKENS,
     built,
+    config_of,
+    fields_of,
     items,
+    nested,
     ordinary_tokens,
     twin_from,
     with_dropout,
-    with_width,
 )
 from megatrain.model.weight_sources import Masters, MastersByRange, Progress, Report
+from megatrain.train.parity import group_of
+
+FEED_FORWARD = re.compile(
+    r"(\w+_)?intermediate_size\w*|n_inner|(\w+_)?(ffn|mlp|feed_forward)_(dim|size|hidden_size)|d_ff|dff|dim_ff"
+)
+"""Names of the widths of MLPs."""
 
 TRIAL_TIMES = 2
 SAME = 1e-4
@@ -47,11 +56,6 @@ FLOOR = 1e-2
 """Least norm of a gradient to compare with, relative to the largest of all."""
 MOST_SUMS = 3
 """Kinds of parameters for which it is tried whether they sum."""
-
-
-def group_of(name: str) -> str:
-    """A parameter's name with a star for each number: `model.layers.*.mlp.up_proj.weight`."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +168,31 @@ class WideModel:
         report.end()
 
 
-def narrow_config(config: PreTrainedConfig, times: int) -> PreTrainedConfig:
-    """The config of the model that `config` describes `times` times repeated. Raises `ModelError`."""
-    narrow = with_width(config, Fraction(1, times))
-    narrow.architectures = config.architectures
-    return narrow
+def with_width(config: PreTrainedConfig, times: Fraction) -> PreTrainedConfig:
+    """The config with a hidden size, MLPs and numbers of heads so many times as large.
+
+    Sizes of heads, vocabulary and ranks stay, as do the number of experts and a number of key heads that is one. Raises
+    `ModelError` for a size that is no integer then.
+    """
+    fields = fields_of(config)
+
+    def scaled(name: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [scaled(name, item) for item in value]
+        is_head, is_number = HEADS.fullmatch(name), isinstance(value, int) and not isinstance(value, bool)
+        if not is_number or not (name in HIDDEN or is_head or FEED_FORWARD.fullmatch(name)):
+            return value
+        if is_head and value == 1 and times < 1:
+            return value
+        if (new := value * times).denominator > 1:
+            what = f"its {name} of {value:,} cannot be divided by {times.denominator:,}"
+            raise ModelError(what, where=f"model {type(config).__name__}", fix="repeat it fewer times")
+        return int(new)
+
+    for node in nested(fields):
+        if "vocab_size" in node and any(isinstance(node.get(name), int) for name in HIDDEN):
+            node.update({name: scaled(name, value) for name, value in node.items()})
+    return config_of(config, fields)
 
 
 # How a model is repeated ----------------------------------------------------------------------------------------------
@@ -208,7 +232,7 @@ def find_recipe(config: PreTrainedConfig) -> Recipe:
 
 
 def _refused(config: PreTrainedConfig, what: str) -> ModelError:
-    return ModelError(what, where=where_of(config), fix="compare it at test size (megatrain verify without --wide)")
+    return ModelError(what, where=where_of(config), fix="take another kind of model")
 
 
 def _copy_buffers(narrow: PreTrainedModel, wide: PreTrainedModel) -> None:
