@@ -70,7 +70,16 @@ SMOLLM2_135M = {
 }
 SHAPES = {"125m": SHAPE, "smollm2-360m": SMOLLM2_360M, "smollm2-135m": SMOLLM2_135M}
 """The last two are those of HuggingFaceTB/SmolLM2, by their configurations."""
-TINY = {**SHAPE, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+TINY = {
+    **SHAPE,
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+"""For tests."""
 SEQUENCES, LENGTH = 4, 512
 
 
@@ -94,22 +103,23 @@ def compare(
             target=_contend, args=(name, shape, (sequences, length), precision, clip, theirs), daemon=True
         )
         process.start()
+        theirs.close()  # so that the end of the process ends what waits for its answer
         ends[name] = ours
         processes.append(process)
-        ours.recv()  # built: one after the other, so that construction does not compete
+        _answer(ours, name)  # built: one after the other, so that construction does not compete
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     losses: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(warm_up + pairs):
         for name in contenders:
             ends[name].send("step")
-            took, loss = ends[name].recv()
+            took, loss = _answer(ends[name], name)
             losses[name].append(loss)
             if turn >= warm_up:
                 seconds[name].append(took)
     told: dict[str, tuple[int, str]] = {}
     for name in contenders:
         ends[name].send("tell")
-        told[name] = ends[name].recv()
+        told[name] = _answer(ends[name], name)
         ends[name].send("stop")
     for process in processes:
         process.join(timeout=30)
@@ -139,6 +149,13 @@ def compare(
         "turns": pairs,
         "contenders": found,
     }
+
+
+def _answer(pipe: Connection, name: str) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError as error:
+        raise RuntimeError(f"{name} has ended, for the reason above") from error
 
 
 def _contend(
