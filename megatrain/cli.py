@@ -183,7 +183,7 @@ def _launch(ranks: int, *arguments: str) -> NoReturn:
     let_ranks_finish()
     from megatrain.dist.launch import launch
 
-    sys.exit(launch(ranks, "megatrain", *arguments))
+    sys.exit(launch(ranks, "megatrain", *arguments, tell=_refuse))
 
 
 BaseName = Annotated[
@@ -495,8 +495,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         code = app(None if arguments is None else list(arguments), prog_name="megatrain", standalone_mode=False)
     except MegaTrainError as error:
-        tell_torchrun(str(error))
-        code = _refuse(str(error))
+        code = USER_ERROR if tell_torchrun(str(error)) else _refuse(str(error))
     except _MalformedCommand as error:
         code = _refuse(getattr(error, "format_message", error.__str__)())
     except MemoryError:

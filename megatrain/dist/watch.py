@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 from weakref import WeakMethod
 
 from megatrain.errors import MegaTrainError, RankError, first_line, typed_line
+from megatrain.system.environment import tell_torchrun
 
 T = TypeVar("T")
 
@@ -227,7 +228,8 @@ class Watch:
             return
         for act in self.ending:
             act(line)
-        os.write(2, f"error: {line}\n".encode())
+        if not tell_torchrun(line):
+            os.write(2, f"error: {line}\n".encode())
         os._exit(ENDED)
 
     # Ranks that hang -------------------------------------------------------------------------------------------------

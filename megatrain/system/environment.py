@@ -1,4 +1,4 @@
-"""Environment variables: this process's rank and rendezvous address, as set by a launcher, and two that we set."""
+"""Environment variables: this process's rank and rendezvous address, as set by a launcher, and three that we set."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ LAUNCHERS = {
 }
 """Launcher -> its variables for world size, rank and local rank. `accelerate launch`, Kubeflow's PyTorchJob and Ray
 Train set torchrun's."""
+
+SHOWS_ERRORS = "MEGATRAIN_LAUNCHER_SHOWS_ERRORS"
+"""Set by `--ranks` for the ranks that it starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,11 @@ def let_ranks_finish() -> None:
     """Make torchrun, when it is stopped, wait ten minutes for each rank's step and checkpoint before it kills it; its
     default is 30 seconds."""
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
+
+
+def show_errors_once() -> None:
+    """Have the ranks that this process will start leave their errors to it, since most are common to all."""
+    os.environ[SHOWS_ERRORS] = "1"
 
 
 def seconds_to_stop() -> float | None:
@@ -109,8 +117,13 @@ def _told_to_torchrun(error: ConfigError) -> ConfigError:
     return error
 
 
-def tell_torchrun(line: str) -> None:
-    """Write an error's first line where torchrun looks for it, to show it at the end of its own 40-line report."""
+def tell_torchrun(line: str) -> bool:
+    """Write an error's line where torchrun looks for it, to show it at the end of its own 40-line report.
+
+    Returns whether `--ranks` shows it, in place of this process, because it started all of them (`show_errors_once`).
+    """
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with suppress(OSError):
             Path(file).write_text(json.dumps({"message": line, "timestamp": int(time.time())}))
+            return SHOWS_ERRORS in os.environ
+    return False
