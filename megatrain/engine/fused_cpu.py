@@ -497,7 +497,10 @@ def _array(tensor: Tensor, count: int | None = None) -> NDArray[Any]:
     """Elements in the order of memory, all of a dense tensor if no `count` is given; bfloat16 as its bits. They exist
     as long as the tensor does. By its address, since views by PyTorch take longer than a loop over a short row."""
     count = tensor.numel() if count is None else count
-    return np.asarray(_Memory(tensor.data_ptr(), count, "<u2" if tensor.dtype == torch.bfloat16 else "<f4"))
+    type_name = "<u2" if tensor.dtype == torch.bfloat16 else "<f4"
+    if count == 0:
+        return np.empty(0, type_name)  # PyTorch has no address for it, and numpy before 2.4 takes none for no memory
+    return np.asarray(_Memory(tensor.data_ptr(), count, type_name))
 
 
 def _halves(gate: Tensor, up: Tensor | None) -> tuple[tuple[NDArray[Any], NDArray[Any]], tuple[int, int]]:

@@ -156,3 +156,15 @@ def test_nothing_to_compute_is_no_error() -> None:
     assert OPS.gated(empty, empty, "silu", math.inf, 0.0).shape == (0, 8)
     assert OPS.rms_norm_backward(empty, empty, torch.empty(0, 1), torch.ones(8), empty, GATED, True)[2].shape == (0, 8)
     assert OPS.sum_parts(empty, torch.ones(8)).tolist() == [0] * 8
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_elements_are_asked_for_at_no_address(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch has address 0 for an empty tensor, for which numpy before 2.4 raises a `TypeError`."""
+
+    class Refusing:
+        def __init__(self, address: int, *_: object) -> None:
+            raise TypeError(f"no memory at {address}")
+
+    monkeypatch.setattr(fused_cpu, "_Memory", Refusing)
+    assert fused_cpu._array(torch.empty(0, 4, dtype=dtype)).shape == (0,)
