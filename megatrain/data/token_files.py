@@ -111,7 +111,7 @@ def write_tokens(
     if writing fails.
     """
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
-    description, fix = path.with_suffix(".json"), "free some space, or choose another folder"
+    description, fix = path.with_suffix(".json"), "free some space, or set another data.cache"
     with written_or_refused(path, DataError, fix, makes_folder=True) as draft:
         with draft.open("wb") as file:
             tokens = _write_arrays(file, arrays, vocab_size, DTYPES[dtype], path)

@@ -25,7 +25,7 @@ def alone(path: Path) -> Iterator[None]:
         lock.parent.mkdir(parents=True, exist_ok=True)
         held = _held(lock)
     except OSError as error:
-        fix = "free some space, or choose another folder"
+        fix = "free some space, or set another data.cache"
         raise DataError(f"cannot be written ({error.strerror or error})", where=str(path), fix=fix) from error
     try:
         yield

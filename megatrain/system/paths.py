@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from megatrain.errors import ConfigError, MegaTrainError, ModelError
+from megatrain.errors import ConfigError, MegaTrainError, ModelError, first_line
 
 HUB_NAME = re.compile(r"(?!.*(--|\.\.|\.git$))\w([\w.-]{0,94}\w)?(/\w([\w.-]{0,94}\w)?)?", re.ASCII)
 """A name on the Hugging Face hub: the names that `huggingface_hub.utils.validate_repo_id` accepts."""
@@ -237,7 +237,9 @@ def written_or_refused(
         with written_whole(path) as draft:
             yield draft
     except OSError as problem:
-        raise error(f"cannot be written ({problem.strerror or problem})", where=str(path), fix=fix) from problem
+        # Not its own text: Arrow's repeats the number, and is about "bytes" and "Detail".
+        why = os.strerror(problem.errno) if problem.errno else first_line(problem)
+        raise error(f"cannot be written ({why})", where=str(path), fix=fix) from problem
 
 
 def file_system(folder: Path) -> tuple[str, list[str]]:

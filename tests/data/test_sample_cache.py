@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import resource
 import time
 import tracemalloc
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -177,3 +181,27 @@ def test_dataset_list_entries_are_sources(tmp_path: Path) -> None:
     assert not begins_with_text(source_called(name, Schema()))
     with pytest.raises(DataError, match="no data set of that name; did you mean 'mine'"):
         source_called(name.replace("mine", "mime"), Schema())
+
+
+@contextmanager
+def files_of_at_most(nbytes: int) -> Iterator[None]:
+    """What a full disk is to Arrow and to Python alike, without a disk of its own: `File too large`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize(("rows", "letters"), [(4_000, 1), (100, 5_000)], ids=["many rows", "long rows"])
+def test_samples_without_space_are_told_in_the_systems_words(tmp_path: Path, rows: int, letters: int) -> None:
+    """By whoever writes them: the table is Arrow's file, the ids are ours."""
+    answer = {"role": "assistant", "content": "a" * letters}
+    path = lines(tmp_path / "x.jsonl", *[{"messages": [CHAT["messages"][0], answer]}] * rows)
+    encoder = Encoder(byte_tokenizer("chatml"), EncodeOptions(max_tokens=10_000))
+    with files_of_at_most(1 << 15), pytest.raises(DataError) as caught:
+        prepare_samples(Source(str(path)), encoder, cache=tmp_path / "cache")
+    told = f"{tmp_path / 'cache'}/.*: cannot be written \\(File too large\\); free some space, or set another data.cache"
+    assert re.fullmatch(told, str(caught.value))
+    assert list((tmp_path / "cache").iterdir()) == []
