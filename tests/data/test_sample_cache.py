@@ -202,6 +202,6 @@ def test_samples_without_space_are_told_in_the_systems_words(tmp_path: Path, row
     encoder = Encoder(byte_tokenizer("chatml"), EncodeOptions(max_tokens=10_000))
     with files_of_at_most(1 << 15), pytest.raises(DataError) as caught:
         prepare_samples(Source(str(path)), encoder, cache=tmp_path / "cache")
-    told = f"{tmp_path / 'cache'}/.*: cannot be written \\(File too large\\); free some space, or set another data.cache"
+    told = rf"{tmp_path / 'cache'}/.*: cannot be written \(File too large\); free some space, or set another data.cache"
     assert re.fullmatch(told, str(caught.value))
     assert list((tmp_path / "cache").iterdir()) == []
