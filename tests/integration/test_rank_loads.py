@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import re
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,13 +57,23 @@ def checkpoint_of(folder: Path, family: str, **sizes: int) -> tuple[Checkpoint, 
     ), planned
 
 
+SET_HUGE_PAGES_OFF = 41  # of `prctl`: PR_SET_THP_DISABLE
+
+
 class Meter:
-    """What a process reads of the files in a folder, and its anonymous memory at the most, in bytes."""
+    """What a process reads of the files in a folder, and its anonymous memory at the most, in bytes.
+
+    Meanwhile no page is huge. numpy asks for huge ones, and how many the system has depends on what else runs: they
+    would make some MiB more or less of the same arrays.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._read_here, self.peak = str(folder), 0, 0
         self.mapped: list[Any] = []
         """Holds all that is mapped until it is asked for."""
+        control = ctypes.CDLL(None).prctl
+        assert control(SET_HUGE_PAGES_OFF, 1, 0, 0, 0) == 0
+        weakref.finalize(self, control, SET_HUGE_PAGES_OFF, 0, 0, 0, 0)
         gc.collect()
         trim()
         self._calls_before, self._held_before = self._number("io", "rchar"), self._number("status", "RssAnon") << 10
