@@ -41,10 +41,8 @@ def test_allowing_a_read_ahead_is_never_slower(step: int, gains: bool) -> None:
     assert chosen.taken.fits(chosen.question.budgets())
     assert chosen.question.overrides == {}
     assert bool(chosen.policy.read_ahead_nbytes) == gains
-    if without and gains:
-        assert chosen.seconds < 0.99 * without.seconds
-    elif without:
-        assert chosen.policy == without.policy
+    if without:  # the same plan where it gains nothing, or another that takes as long
+        assert chosen.seconds <= (0.99 if gains else 1.0) * without.seconds
 
 
 def test_memory_freed_by_a_read_ahead_allows_a_larger_micro_batch() -> None:
