@@ -119,7 +119,7 @@ def _train(
             typer.echo(f"{head}    [{kind}]\n    {meaning}")
         return
     if config is None:
-        raise ConfigError("CONFIG is missing", where="megatrain train", fix="try configs/quickstart.yaml")
+        raise ConfigError("CONFIG is missing", where="megatrain train", fix="write one with `megatrain init`")
     checked = load_config(config, overrides or ())
     if find_launch() is None:  # ranks check after they have joined, so that all learn what is wrong on one of them
         _refuse_early(checked)

@@ -65,7 +65,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     places: dict[str, str] = {}
     tree = parse(text, f"{path}:{{line}}", places)
     if not isinstance(tree, dict):
-        raise ConfigError("contains no keys", where=str(path), fix="start from configs/quickstart.yaml")
+        raise ConfigError("contains no keys", where=str(path), fix="write one with `megatrain init`")
     return tree, places
 
 

@@ -164,13 +164,17 @@ def detect_schema(row: SourceRow, schema: Schema) -> Schema:
         if name not in ("preference", "tokens", "text"):
             _refuse_half_a_pair(row)
         return _chat_or_sharegpt(row, candidate) if name in ("chat", "sharegpt") else candidate
-    names = ", ".join(map(repr, row.fields)) or "nothing"
     raise SampleError(
-        f"none of the known formats: it holds {names[:200]}",
+        f"none of the known formats: it holds {_named(row.fields)[:200]}",
         reason="of no known format",
         where=row.place,
-        fix=columns_for(row.fields),
+        fix=columns_for({name: value for name, value in row.fields.items() if value is not None}),
     )
+
+
+def _named(fields: Mapping[str, object]) -> str:
+    """The names of a row's fields, for a message."""
+    return ", ".join(f"{name!r}{' (null)' * (value is None)}" for name, value in fields.items()) or "nothing"
 
 
 def _chat_or_sharegpt(row: SourceRow, schema: Schema) -> Schema:
@@ -223,8 +227,7 @@ def require_fields(row: SourceRow, schema: Schema) -> None:
     if not schema.fits(row.fields):
         _refuse_labels(row, schema)
         missing = next(n for n in FIELDS[schema.format][0] if row.fields.get(schema.column(n)) is None)
-        names = ", ".join(map(repr, row.fields)) or "nothing"
-        what = f"no {schema.column(missing)!r}, which {schema.format} samples have; it holds {names}"
+        what = f"no {schema.column(missing)!r}, which {schema.format} samples have; it holds {_named(row.fields)}"
         fix = "add the field, or set data.columns to its name"
         raise SampleError(what, reason=f"without {schema.column(missing)!r}", where=row.place, fix=fix)
 

@@ -279,6 +279,10 @@ def _is_byte_level(tokenizer: Tokenizer) -> bool:
     return alike and all(token["special"] for token in rules["added_tokens"])
 
 
+def _is_of_a_tokenizer(path: Path) -> bool:
+    return path.name.startswith(("tokenizer", "vocab", "merges")) or path.suffix in (".model", ".tiktoken")
+
+
 def _from_pretrained(name: str, *, local: bool) -> Tokenizer:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -286,6 +290,8 @@ def _from_pretrained(name: str, *, local: bool) -> Tokenizer:
     try:
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=local, trust_remote_code=False)
     except Exception as error:  # transformers passes on whatever its parsers and optional packages raise
+        if local and Path(name).is_dir() and not any(map(_is_of_a_tokenizer, Path(name).iterdir())):
+            raise DataError("holds no tokenizer (no file like tokenizer.json)", where=name, fix=fix) from error
         raise DataError(f"no tokenizer could be loaded ({first_line(error)})", where=name, fix=fix) from error
     # For a folder with a model configuration only, transformers silently builds an empty vocabulary.
     if tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():

@@ -14,12 +14,12 @@ from megatrain.config import Config, TrainSection
 from megatrain.data.detect_kind import require_source
 from megatrain.data.sample_formats import Format, Schema
 from megatrain.data.tokenizer import refuse_absent_tokenizer
-from megatrain.errors import ConfigError, MegaTrainError
+from megatrain.errors import ConfigError, MegaTrainError, ModelError
 from megatrain.plan import load_hardware
 from megatrain.plan.measured_models import known_names, refuse_absent
 from megatrain.spec.device_name import parse_device
 from megatrain.spec.work import refuse_huge_step
-from megatrain.system.paths import nearest_folder
+from megatrain.system.paths import nearest_folder, usable_path
 from megatrain.train.metrics import refuse_missing
 
 
@@ -44,8 +44,12 @@ def refuse_mistakes(config: Config) -> None:
     if config.train.hardware is not None:
         load_hardware(config.train.hardware)
     length = config.data.sequence_length
+    refuse_huge_step(length, "data.sequence_length", ConfigError)
     refuse_huge_step(config.train.sequences * length, "train.global_batch_size", ConfigError, tokens_each=length)
     _refuse_unwritable(config)
+    if config.model.path is not None and usable_path(config.model.path, where="model.path").is_file():
+        fix = "name the folder of a Hugging Face model; a config.json goes to model.config, for a fresh model"
+        raise ModelError("is a file, not a folder", where=f"model {config.model.path}", fix=fix)
     for name in (config.model.path, config.model.config):
         if isinstance(name, str) and config.resume is None:
             refuse_absent(name)

@@ -25,7 +25,7 @@ from typing import Any
 from megatrain.data.loader import Batch
 from megatrain.data.tokenizer import Tokenizer
 from megatrain.engine.chunked_loss import divisor_of
-from megatrain.errors import ConfigError, first_line
+from megatrain.errors import ConfigError, typed_line
 from megatrain.losses import LossFn
 from megatrain.run.ranks import own_of
 from megatrain.train.engine import Engine
@@ -110,7 +110,7 @@ def _loaded(name: str) -> Metric:
     try:
         metric_function = getattr(importlib.import_module(module), function)
     except Exception as error:  # user code may raise anything
-        what = f"{name} cannot be imported ({type(error).__name__}: {first_line(error)})"
+        what = f"{name} cannot be imported ({typed_line(error)})"
         fix = "name a function of a module in the working directory, or of an installed one"
         raise ConfigError(what, where="train.metrics", fix=fix) from error
     if not callable(metric_function):

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatrain.config import LmEvalSection
 from megatrain.data.tokenizer import Tokenizer, encode_text, end_of_text_id
 from megatrain.engine import LogitsLoss
-from megatrain.errors import ConfigError, MegaTrainError, first_line
+from megatrain.errors import ConfigError, MegaTrainError, first_line, typed_line
 from megatrain.run.sampling import Sampling, draw_ids
 from megatrain.train.engine import Engine
 from megatrain.train.events import Scored
@@ -97,7 +97,7 @@ def _harness_errors() -> Iterator[None]:
     except MegaTrainError:
         raise
     except Exception as error:
-        what = f"failed ({type(error).__name__}: {first_line(error)})"
+        what = f"failed ({typed_line(error)})"
         raise ConfigError(what, where="lm_eval", fix="try the task with `lm_eval` itself, or leave it out") from error
 
 

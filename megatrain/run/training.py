@@ -56,9 +56,8 @@ from megatrain.model import (
     model_named,
     pretrained_source,
 )
-from megatrain.model.architecture import position_limit
+from megatrain.model.architecture import position_limit, read_config
 from megatrain.model.encoder_stack import stream_encoder
-from megatrain.model.hub import located
 from megatrain.model.profile_prologue import see, values_of, values_per_token
 from megatrain.optim import LrSchedule
 from megatrain.plan import Plan, find_plan
@@ -151,8 +150,8 @@ def _run_training(
             resume.refuse_changes(config, resumed, say)
         device = open_device(ranks.device_of(config.train.device))
         stack.callback(device.close)
-        if resumed is None and config.model.path is not None:
-            located(config.model.path, where=f"model {config.model.path}")  # report a wrong path before its tokenizer
+        if resumed is None and (path := config.model.path) is not None:  # report a wrong model before its tokenizer
+            read_config(path, where=f"model {path}", trust_remote_code=config.model.trust_remote_code)
         tokenizer = load_tokenizer(config.tokenizer)
         source = _source(config, resumed, say)
         _check_limits(config, tokenizer, source.model)

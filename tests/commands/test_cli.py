@@ -170,7 +170,7 @@ def test_the_package_runs_as_a_module() -> None:
     [
         (("trian",), "unknown command 'trian'; did you mean 'train'?"),
         (("zzz",), "unknown command 'zzz'; the commands are train"),
-        (("train",), "megatrain train: CONFIG is missing; try configs/quickstart.yaml"),
+        (("train",), "megatrain train: CONFIG is missing; write one with `megatrain init`"),
         (("train", "--what"), "No such option: --what"),
         (("train", "absent.yaml"), "absent.yaml: no such file"),
         (("train", "configs/quickstart.yaml", "train.stps=1"), "did you mean train.steps?"),

@@ -149,6 +149,7 @@ def test_a_missing_source_suggests_the_nearest_existing_one(folder: Path) -> Non
         (b'["x"]', "list instead of an object"),
         (b'{"content": "x", "id": 1}', "no 'text', which text samples have; it holds 'content', 'id'"),
         (b"{}", "no 'text', which text samples have; it holds nothing"),
+        (b'{"text": null}', "no 'text', which text samples have; it holds 'text' (null)"),
         (b'{"text": "\\ud800"}', "lone surrogate"),
         (b'{"text": 5}', "'text' is int, not str"),
     ],

@@ -278,3 +278,10 @@ def test_a_hub_name_is_read_from_the_cache_without_asking_the_hub(monkeypatch: p
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: BYTES)
     monkeypatch.delattr(huggingface_hub.HfApi, "model_info")
     assert load_tokenizer("organisation/model") is BYTES
+
+
+def test_a_folder_without_a_tokenizer_is_said_to_hold_none(tmp_path: Path) -> None:
+    """transformers lists what it can make a tokenizer of instead."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(DataError, match=r"holds no tokenizer \(no file like tokenizer.json\)"):
+        load_tokenizer(str(tmp_path))

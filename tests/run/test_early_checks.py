@@ -33,6 +33,7 @@ def test_early_checks_import_no_slow_library(tmp_path: Path) -> None:
         f"data.validation={tmp_path}/held.jsonl": "held.jsonl: no such file or folder",
         f"model.config=null model.path={tmp_path}/gone": f"model {tmp_path}/gone: no such folder or file",
         "model.config=null model.path=-5GB": "model -5GB: no such folder or file",
+        f"model.config=null model.path={tmp_path}/corpus.txt": "corpus.txt: is a file, not a folder; name the folder",
         "data.tokenizer=a--b": "a--b: no such file or folder",
         "data.sources=org/absent": "org/absent: neither a local file nor an earlier download, and the Hugging Face hub",
         f"model.config={tmp_path}/config.json": f"model {tmp_path}/config.json: no such folder or file; did you mean",
@@ -41,6 +42,7 @@ def test_early_checks_import_no_slow_library(tmp_path: Path) -> None:
         "train.hardware=h300": "train.hardware: unknown machine 'h300'",
         "train.micro_batch_size=99000000": "train.global_batch_size: 6,336,000,000 tokens per step are too many; "
         "give 2,097,152 or less",
+        "data.sequence_length=99000000": "data.sequence_length: 99,000,000 tokens per step are too many; give 67",
         "train.stps=3": "unknown key train.stps; did you mean train.steps?",
         f"output.folder={tmp_path}/corpus.txt/run": "corpus.txt is not a folder",
         f"output.folder={tmp_path}/old": "old: holds a finished run: the model",
@@ -216,3 +218,11 @@ def test_the_room_for_an_adapter_is_what_peft_writes(tmp_path: Path, changes: di
     with Engine.from_model(model, "cpu", precision="fp32", verify=False) as engine:
         room = disk_space.model_nbytes(config, engine.parts.ported)
     assert room == sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_a_broken_model_is_reported_before_its_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{bad")
+    model = {"path": str(tmp_path / "broken"), "config": None}
+    with pytest.raises(ModelError, match=r"model .*/broken: its config.json is not a valid JSON file"):
+        train(configuration(tmp_path, model=model, data={"tokenizer": None}))
