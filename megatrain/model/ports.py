@@ -17,7 +17,7 @@ import copy
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, cast
@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 
 from megatrain.errors import ModelError
-from megatrain.model.adapters import Adapter, switched_off
+from megatrain.model.adapters import Adapter
 from megatrain.model.between_layers import Between, EarlierOutput, PrologueDone, Recorder, TensorSubstitution, Value
 from megatrain.model.chunked_layers import in_chunks, in_mode
 from megatrain.model.forward_arguments import Arguments
@@ -675,17 +675,6 @@ def roots_of(ported: PortedModel) -> list[nn.Module]:
     """The modules that are called: the skeleton, and each layer that is a unit."""
     encoder = () if ported.encoder is None else ported.encoder.templates
     return [ported.skeleton, *ported.templates, *encoder]
-
-
-@contextmanager
-def without_adapter(ported: PortedModel) -> Iterator[None]:
-    """In the block, only the base computes. Raises `ModelError` if there is no adapter."""
-    if ported.adapter is None:
-        raise ModelError("has no adapter", where=ported.structure.name, fix="ask the model itself")
-    with ExitStack() as off:
-        for root in roots_of(ported):
-            off.enter_context(switched_off(root))
-        yield
 
 
 def with_layers(model: nn.Module, stack: str, layers: Iterable[nn.Module]) -> None:

@@ -38,7 +38,7 @@ from megatrain.model import (
     refuse_other_kinds,
     speak,
 )
-from megatrain.model.ports import without_adapter
+from megatrain.model.base_below_adapter import without_adapter
 from megatrain.model.pretrained import look_first
 from megatrain.model.skeleton import on_the_cpu
 from megatrain.optim import Optimizer
@@ -381,7 +381,8 @@ class Engine(TakesTurns, AbstractContextManager["Engine"]):
     @one_at_a_time
     def log_probs(self, micro_batches: Iterable[MicroBatch], *, of_base: bool = False) -> list[Tensor]:
         """The log-probability of each label given the tokens before it: float32[batch, length] per micro-batch, on
-        the CPU, at the labels' positions, 0 without a target. of_base: without the adapter."""
+        the CPU, at the labels' positions, 0 without a target. of_base: without the adapter; raises `ModelError` if
+        the base is not there as it was."""
         keeps = KeepLogProbs()
         with without_adapter(self.parts.ported) if of_base else nullcontext():
             self.parts.measure(self.parts.step_input(micro_batches, keeps), self.steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -177,6 +178,52 @@ def test_an_adapter_that_changes_its_base_begins_and_comes_back_as_pefts(start: 
     again = peft.PeftModel.from_pretrained(stock(tmp_path / "base"), str(folder))
     assert (logits_of(again) - ours).abs().max() < TOLERANCE
     assert (loaded(tmp_path / "base", folder) - ours).abs().max() < TOLERANCE
+
+
+STARTS = {
+    "lora": {},
+    "pissa": {"init_lora_weights": "pissa"},
+    "olora": {"init_lora_weights": "olora"},
+    "gaussian": {"init_lora_weights": "gaussian"},
+    "dora": {"use_dora": True},
+    "whole head": {"modules_to_save": ["lm_head"]},
+    "whole last norm": {"modules_to_save": ["model.norm"]},
+    "whole norms": {"modules_to_save": ["input_layernorm"]},
+    "whole embedding": {"modules_to_save": ["embed_tokens"]},
+    "head and embedding": {"target_modules": [*Q, *BOTH]},
+    "rows": {"trainable_token_indices": {"embed_tokens": [1, 2], "lm_head": [3]}},
+    "norms": {"kind": "LNTuningConfig", "target_modules": ["norm", "input_layernorm"]},
+    "all biases": {"bias": "all"},
+    "biases beside": {"bias": "lora_only"},
+}
+CANNOT_BE_ASKED = {
+    "pissa": "init_lora_weights='pissa' has changed the base",
+    "olora": "init_lora_weights='olora' has changed the base",
+    "whole head": "the base's lm_head.original_module.weight cannot be asked",
+    "whole last norm": "the base's model.norm.original_module.weight cannot be asked",
+    "norms": "the base's model.norm.base_layer.weight cannot be asked",
+    "all biases": "model.layers.0.self_attn.k_proj.bias",
+    "biases beside": "the base's model.layers.0.self_attn.q_proj.base_layer.bias",
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=[pytest.mark.slow] * (each not in ("pissa", "whole head"))) for each in STARTS],
+)
+def test_what_an_adapted_model_says_of_its_base_is_what_the_base_says_or_refused(name: str, tmp_path: Path) -> None:
+    batches = unequal_batches()
+    base, folder, logits = saved(tmp_path, "llama", {"target_modules": Q, **STARTS[name]}, attention_bias=True)
+    with Engine.from_pretrained(base, precision="fp32", verify=False) as engine:
+        expected = engine.log_probs(batches)
+    with Engine.from_pretrained(base, adapter=folder, precision="fp32", verify=False) as engine:
+        if name in CANNOT_BE_ASKED:
+            with pytest.raises(ModelError, match=re.escape(CANNOT_BE_ASKED[name])):
+                engine.log_probs(batches, of_base=True)
+        else:
+            for ours, theirs in zip(engine.log_probs(batches, of_base=True), expected, strict=True):
+                assert (ours - theirs).abs().max() < TOLERANCE
+        assert (engine.logits({"input_ids": IDS}) - logits).abs().max() < TOLERANCE, "the adapter is on again"
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
