@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, masking_utils
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel, masking_utils
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
 
 import megatrain
 from megatrain.data.encode import EncodedSample
@@ -161,6 +162,18 @@ def test_models_that_separate_packed_samples_are_accepted(kind: str) -> None:
     model = model_of(ATTENTION[kind], "sdpa")
     reason = why_not_packable(model.config, type(model), "sdpa")
     assert (reason == "") == (kind != "chunked" or not MIXES_CHUNKS), reason
+
+
+CHOOSING = [kind for kind in sorted(KNOWN) if "index_topk" in vars(CONFIG_MAPPING[kind])]
+"""Types whose attention reads the tokens that an indexer chooses for it."""
+COMPRESSING = {"deepseek_v4"}
+"""Those whose layers also join neighbouring tokens, whichever samples they are from."""
+
+
+@pytest.mark.parametrize("kind", CHOOSING)
+def test_models_that_choose_tokens_separate_packed_samples(kind: str) -> None:
+    reason = why_not_packable(AutoConfig.for_model(kind), None, "eager")
+    assert (reason == "") == (kind not in COMPRESSING), reason
 
 
 def test_flash_attention_requires_single_rows() -> None:
