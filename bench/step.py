@@ -1,14 +1,15 @@
 """A training step against plain PyTorch in memory: tokens per second and peak memory, as ratios.
 
     python -m bench.step [--out FOLDER | --json FILE] [--pairs N] [--contenders NAME ...] [--shape NAME]
-                         [--sequences N] [--length N] [--precision bf16 | fp32] [--no-clip]
+                         [--sequences N] [--length N] [--precision bf16 | fp32] [--no-clip] [--warm-up N]
 
 The model is a 125M-class Llama (12 layers, 768 wide, 32k vocabulary), or has the proportions of one that is published,
 the work 4 sequences of 512 tokens. *Plain* keeps float32 parameters, computes under bfloat16 autocast and updates with
 the fused AdamW after clipping; the same with transformers' gradient checkpointing (not reentrant) is a contender of
-its own, and so is that with the C library told to keep what is freed, as our cpu device tells it. *Ours* is
-`megatrain.Engine` in `bf16`, once keeping graphs, once recomputing, and once with the policy that `auto` chooses with
-all memory that is free, which is told; each of these also with fused functions of layers (`keep, fused`). With
+its own, and so are that with the C library told to keep what is freed, as our cpu device tells it, and `torch.compile`
+(which needs a C++ compiler). *Ours* is `megatrain.Engine` in `bf16`, once keeping graphs, once recomputing, and once
+with the policy that `auto` chooses with all memory that is free, which is told; each of these also with fused functions
+of layers (`keep, fused`). With
 `--precision fp32` all of them compute in float32; with `--no-clip` none clips, so that our updates happen during the
 backward pass and no gradient waits for the norm. *Products alone* repeats the matrix products and the attention that
 plain PyTorch calls in a step, and nothing else. No engine that calls them is quicker, so its ratio is the most that
@@ -34,12 +35,12 @@ from pathlib import Path
 from typing import Any
 
 PLAIN, CHECKPOINTING, AUTO = "plain", "plain PyTorch, gradient checkpointing", "auto"
-KEPT = CHECKPOINTING + ", freed memory kept"
+KEPT, COMPILED = CHECKPOINTING + ", freed memory kept", PLAIN + ", compiled"
 BASELINES = (PLAIN, CHECKPOINTING)
-CONTENDERS = (*BASELINES, "keep", "recompute", AUTO)
-FUSED = ("keep, fused", "recompute, fused", "auto, fused")
 PRODUCTS = "products alone"
-OFFERED = (*CONTENDERS, KEPT, PRODUCTS, "chosen", *FUSED)
+CONTENDERS = (PLAIN, "keep, fused", "recompute, fused", PRODUCTS)
+"""Those that are compared unless others are named."""
+OFFERED = (*CONTENDERS, CHECKPOINTING, KEPT, COMPILED, "keep", "recompute", "chosen", AUTO, "auto, fused")
 SHAPE = {
     "vocab_size": 32000,
     "hidden_size": 768,
@@ -175,7 +176,7 @@ def _contend(
     ids = torch.randint(0, shape["vocab_size"], batch)
     before = _resident("VmRSS")
     model = LlamaForCausalLM(LlamaConfig(**shape)).float().train()
-    contend = _products if name == PRODUCTS else _plain if name in (*BASELINES, KEPT) else _ours
+    contend = _products if name == PRODUCTS else _plain if name in (*BASELINES, KEPT, COMPILED) else _ours
     step, activations = contend(name, model, ids, precision, clip)
     del model
     gc.collect()
@@ -205,18 +206,19 @@ def _plain(name: str, model: Any, ids: Any, precision: str, clip: float | None) 
         newer = getattr(model, "activation_checkpointing_enable", None)  # the old name is warned of
         (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+    run = torch.compile(model) if name == COMPILED else model
 
     def step() -> float:
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss = run(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         return float(loss.detach())
 
-    return step, lambda: "keep" if name == PLAIN else "recompute"
+    return step, lambda: "keep" if name in (PLAIN, COMPILED) else "recompute"
 
 
 def _products(name: str, model: Any, ids: Any, precision: str, clip: float | None) -> Contender:

@@ -33,7 +33,7 @@ def test_all_contenders_train_the_same_model() -> None:
 
 @pytest.mark.slow
 def test_the_result_is_json_with_a_row_for_each_contender() -> None:
-    contenders = (step.PLAIN, step.CHECKPOINTING, step.PRODUCTS)
+    contenders = (step.PLAIN, step.CHECKPOINTING, step.COMPILED, step.PRODUCTS)
     result = json.loads(json.dumps(step.compare(step.TINY, 2, 16, pairs=1, warm_up=1, contenders=contenders)))
     assert list(result["contenders"]) == list(contenders)
     table = step.show(result)
