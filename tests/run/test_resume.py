@@ -46,7 +46,7 @@ def config_of(tmp_path: Path, name: str = "run", resume: str | None = None, **ch
     sections = {
         "model": model,
         "train": {"steps": STEPS, "sample_tokens": 0, "eval_every": 3},
-        "checkpoint": {"every": 2, "keep_last": 9},
+        "checkpoint": {"every": 2, "keep_last": 9, "keep_every": 2},  # a save that is kept is waited for
         "output": {"folder": str(tmp_path / name), "verify_export": False},
     }
     for section, values in changed.items():
@@ -181,7 +181,7 @@ def test_a_named_run_resumes_from_its_newest_valid_checkpoint(inside: str, tmp_p
 
 @pytest.mark.slow
 def test_without_a_valid_checkpoint_a_run_does_not_silently_restart(tmp_path: Path) -> None:
-    train(config_of(tmp_path, checkpoint={"keep_last": 1}))
+    train(config_of(tmp_path, checkpoint={"keep_last": 1, "keep_every": None}))
     (only,) = checkpoints(tmp_path / "run" / "checkpoints")
     (only / "training.json").unlink()
     with pytest.raises(CheckpointError, match="holds no valid checkpoint; start again in another"):
