@@ -8,7 +8,7 @@
 # 45938, open when this was written.)
 # Cost: `generate` for several prompts answers all but the longest as if they began with something else. A trainer that pads prompts on the left, as
 # TRL's GRPO does, samples so and computes its loss so: rewards and gradients belong to prompts that nobody gave.
-# MegaTrain pads its own rows on the right.
+# MegaTrain's runs pad their rows on the right; its `Engine.generate` for several prompts does as transformers does.
 
 set -euo pipefail
 work=$(mktemp -d)
