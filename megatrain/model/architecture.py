@@ -123,6 +123,9 @@ def _fields_at(name: str, where: str, revision: str | None) -> dict[str, Any] | 
     try:
         fields = read_json(file)
     except (OSError, ValueError) as error:
+        if file == path and file.suffix != ".json":
+            fix = "give the folder of a Hugging Face model, or of a run"
+            raise ModelError("is a file, not a folder", where=where, fix=fix) from error
         what = f"its {file.name} is not a valid JSON file ({getattr(error, 'strerror', None) or error})"
         raise ModelError(what, where=where, fix="copy or download it again") from error
     if not isinstance(fields, dict):

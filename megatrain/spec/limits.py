@@ -47,9 +47,13 @@ def parse_nbytes(text: str, where: str, total: int | None = None) -> int:
         return int(float(share[1]) / 100 * total)
     match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([KMGTP]?I?)B?", written)
     unit = _UNITS.get(match[2]) if match else None
-    if match is None or unit is None or not _LEAST <= (nbytes := Decimal(match[1]) * unit) <= _MOST:
+    if match is None or unit is None:
         share_too = "" if total is None else " or 80%"
         raise ConfigError(
             f"{shown(text)} is not an amount of memory", where=where, fix=f"give one such as 24GB{share_too} or 1.5TB"
         )
+    nbytes = Decimal(match[1]) * unit
+    if not _LEAST <= nbytes <= _MOST:
+        degree, fix = ("little", "give 1MB or more") if nbytes < _LEAST else ("much", "give less than 1000PB")
+        raise ConfigError(f"{shown(text)} is too {degree} memory", where=where, fix=fix)
     return int(nbytes)

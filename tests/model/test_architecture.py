@@ -98,3 +98,12 @@ def test_a_rope_theta_that_transformers_would_forget_is_refused(
     )
     assert both.rope_parameters["rope_theta"] == 1e6
     assert read_config(fields | {"rope_theta": None}, where="model").rope_parameters["rope_theta"] == 1e6
+
+
+def test_a_file_is_no_model_unless_it_is_json(tmp_path: Path) -> None:
+    (tmp_path / "weights.bin").write_text("x")
+    (tmp_path / "config.json").write_text("x")
+    with pytest.raises(ModelError, match="model: is a file, not a folder; give the folder of a Hugging Face model"):
+        read_config(str(tmp_path / "weights.bin"), where="model")
+    with pytest.raises(ModelError, match=r"model: its config.json is not a valid JSON file"):
+        read_config(str(tmp_path / "config.json"), where="model")
