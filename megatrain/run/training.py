@@ -222,7 +222,8 @@ def _leave_model(config: Config, run: _Run, ended: Ended, tell: Callable[..., No
     if ended.step == run.steps or run.checkpoints.lowest.is_over:  # no samples after a stop signal
         due = (task for task in _of_the_model(config, run) if not task.is_due(of, run.steps))
         tell(*(event for task in due if (event := task.run(of))))
-    saved = save_trained(config, engine, run.tokenizer, config.folder / MODEL, of)
+    with _says_where_it_goes_on(run.checkpoints, partial(warn, console)):
+        saved = save_trained(config, engine, run.tokenizer, config.folder / MODEL, of)
     if config.output.verify_export and engine.structure.numel < VERIFIED_PARAMETERS:
         verify_trained(config, engine, without_reference(run.corpus.first_batch()), saved, console)
     if config.checkpoint.every:

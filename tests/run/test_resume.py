@@ -23,8 +23,9 @@ from megatrain.checkpoint.folder import newest_sound, open_checkpoint
 from megatrain.checkpoint.listing import checkpoints, step_of
 from megatrain.checkpoint.load import Checkpoint
 from megatrain.checkpoint.range_writer import RangeWriter
-from megatrain.errors import CheckpointError, ConfigError, DataError, NonFinite
+from megatrain.errors import CheckpointError, ConfigError, DataError, ExportError, NonFinite
 from megatrain.optim import Lion
+from megatrain.run import training
 from megatrain.run.resume import as_begun, changes_between, refuse_changes
 from megatrain.run.training import run_training
 from megatrain.spec import Numerics
@@ -285,6 +286,22 @@ def test_a_full_disk_keeps_the_run_and_old_checkpoint(
     assert steps_in(tmp_path / "run") == [2, 6]
     assert losses(tmp_path / "run") == straight[0]
     assert [line["step"] for line in lines(tmp_path / "run") if line["event"] == "saved"] == [2, 6]
+    assert equal(weights(tmp_path / "run"), straight[1])
+
+
+def test_a_run_whose_model_cannot_be_written_says_where_it_goes_on(
+    straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any) -> Path:
+        raise ExportError("cannot be written (No space left on device)", where="model", fix="free some space")
+
+    told = io.StringIO()
+    with monkeypatch.context() as patched:
+        patched.setattr(training, "save_trained", refused)
+        with pytest.raises(ExportError):
+            run_training(config_of(tmp_path), Console(file=told, width=200))
+    assert "`resume=auto` continues after step 6" in told.getvalue()
+    train(config_of(tmp_path, resume="auto"))
     assert equal(weights(tmp_path / "run"), straight[1])
 
 
