@@ -18,7 +18,7 @@ Memory that kernels allocate themselves is not seen, except the float32 result o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from math import prod
@@ -174,13 +174,18 @@ class Recording(Living):
         self.rows.append((outside, inside, outside + apart + product * (not chunk), inside + product * chunk))
 
 
+Saved = dict[int, StorageWeakRef]
+"""Storages that autograd has saved, by their address, which is no other's while the reference is held."""
+
+
 @contextmanager
-def storages_saved() -> Iterator[set[int]]:
-    """In the block, collects the addresses of the storages that autograd saves for a backward."""
-    saved = set[int]()
+def storages_saved() -> Iterator[Saved]:
+    """In the block, collects the storages that autograd saves for a backward."""
+    saved: Saved = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        saved.add(tensor.untyped_storage().data_ptr())
+        storage = tensor.untyped_storage()
+        saved[storage._cdata] = StorageWeakRef(storage)
         return tensor.data  # not the tensor: a node that saves its own output would keep itself alive
 
     hooks: Any = torch.autograd.graph.saved_tensors_hooks
@@ -188,10 +193,10 @@ def storages_saved() -> Iterator[set[int]]:
         yield saved
 
 
-def is_spare(output: Tensor, saved: Collection[int]) -> bool:
+def is_spare(output: Tensor, saved: Saved) -> bool:
     """Whether an output's memory may be overwritten before its backward, which reads these storages."""
     storage = output.untyped_storage()
-    return output.is_contiguous() and output.nbytes == storage.nbytes() and storage.data_ptr() not in saved
+    return output.is_contiguous() and output.nbytes == storage.nbytes() and storage._cdata not in saved
 
 
 def recorded_forward(run: Run, tokens: int) -> Recording:
