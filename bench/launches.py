@@ -81,7 +81,7 @@ def least_nbytes(engine: Engine) -> tuple[int, int]:
     once, in the weights' dtype.
     """
     weights = [engine.numerics.weight_nbytes * layout_of(unit).size for unit in engine.parts.ported.spec.units]
-    return sum(weights) + sum(weights[1 : -1 - engine.policy.weight_slots]), sum(weights)
+    return sum(weights) + sum(weights[: -1 - engine.policy.weight_slots]), sum(weights)
 
 
 def model_of(kind: str, layers: int) -> PreTrainedModel:
