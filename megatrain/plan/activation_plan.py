@@ -52,6 +52,7 @@ BY_ENTRY: tuple[Keep, ...] = (*NOT_OFFLOADED, "chosen", "attention", "input")
 MOST_ENTRIES = 4
 """Entries of a row, each for every so many micro-batches."""
 
+DROPPED = KINDS.index("drop")
 OFFLOADED_OUTPUTS = [KINDS.index(kind) for kind in NOT_OFFLOADED if kind in SAVED_BY]
 """Indices in `KINDS` of the kinds that offload outputs."""
 
@@ -243,11 +244,13 @@ class Mixtures:
         return other
 
     def best(
-        self, budgets: Mapping[str, float], most: int, *, outputs_stay: bool = False
+        self, budgets: Mapping[str, float], most: int, *, outputs_stay: bool = False, drops: bool = True
     ) -> list[tuple[float, Counts]]:
         """(seconds, counts) of the `most` fastest mixtures that fit; of equally fast ones, those that write less to the
-        disk. outputs_stay: only of those without offloaded outputs."""
+        disk. outputs_stay: only of those without offloaded outputs. drops: of those with dropped inputs, too."""
         fit = self._outputs_stay.copy() if outputs_stay else np.ones(len(self._table), dtype=bool)
+        if not drops:
+            fit &= self._table[:, DROPPED] == 0
         for tier, added in self.added_nbytes.items():
             if tier in budgets:
                 fit &= self.inputs.nbytes[tier] + added <= budgets[tier]
@@ -290,6 +293,11 @@ class Mixtures:
 
     def _parts_of(self, counts: Counts) -> Any:
         return _whole_parts(np.array([counts]), self._layers, self._entries)
+
+
+def drops_inputs(counts: Counts) -> bool:
+    """Whether any layer of a mixture drops its input."""
+    return bool(counts) and counts[DROPPED] > 0
 
 
 def offloads_outputs(counts: Counts) -> bool:
@@ -415,7 +423,7 @@ def _grid(kinds: frozenset[Keep], layers: int, entries: int) -> tuple[Any, Any, 
                 counts = [0] * len(KINDS)
                 for place, start, stop in zip(chosen, (0, *cuts), (*cuts, PARTS), strict=True):
                     counts[place] = stop - start
-                if counts[KINDS.index("drop")] <= MOST_DROPPED:
+                if counts[DROPPED] <= MOST_DROPPED:
                     rows.append(counts)
     table = np.array(rows)
     _, distinct = np.unique(parts := _whole_parts(table, layers, entries), axis=0, return_index=True)

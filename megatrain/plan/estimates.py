@@ -18,7 +18,7 @@ from functools import lru_cache
 from itertools import product
 from math import ceil, inf, isqrt, lcm, log2
 
-from megatrain.plan.activation_plan import Counts, Option, estimate_rows, offloads_outputs, round_count
+from megatrain.plan.activation_plan import Counts, Option, drops_inputs, estimate_rows, offloads_outputs, round_count
 from megatrain.plan.cost import DRAM, contention, op_seconds, unit_cost_key
 from megatrain.plan.placement import ON_DEVICE, state_numerics, state_policy
 from megatrain.plan.placement_cost import placement_seconds
@@ -117,12 +117,13 @@ def fitted(question: Question, budgets: Mapping[str, int], option: Option) -> li
 
     After each replay the best mixture is chosen again, with the budgets corrected by the error of its estimate. If
     offloaded outputs made it slower than estimated, offloading is assumed to be slower: when other streams use host
-    memory at the same time does not show in sums.
+    memory at the same time does not show in sums. Nor does what waits for dropped inputs on a slow bus; if these made
+    it slower, the best mixture without them is tried.
     """
     if option.mixtures is None:
         return [examine_rounds(question, option.choice, option.micro_batch)]
     plans: list[Plan] = []
-    mixtures, stays = option.mixtures, not offloads_outputs(option.counts)
+    mixtures, stays, drops = option.mixtures, not offloads_outputs(option.counts), True
     counts, tried = option.counts, set[Counts]()
     while counts not in tried and len(tried) < FIT_ATTEMPTS:
         tried.add(counts)
@@ -131,12 +132,16 @@ def fitted(question: Question, budgets: Mapping[str, int], option: Option) -> li
             mixture = mixture.change(offload_slots=DEFAULTS.offload_slots)
         plans.append(examine_rounds(question, mixture, option.micro_batch))
         estimated, fits = mixtures.estimate(counts), plans[-1].taken.fits(budgets)
-        if offloads_outputs(counts) and plans[-1].seconds > SLOW_OFFLOAD * estimated.seconds:
+        slow, least = plans[-1].seconds > SLOW_OFFLOAD * estimated.seconds, estimated.seconds
+        if slow and offloads_outputs(counts):
             mixtures = mixtures.slowed(counts, plans[-1].seconds)
             estimated = mixtures.estimate(counts)
+            least = estimated.seconds
+        elif slow and drops_inputs(counts):
+            drops, least = False, plans[-1].seconds
         left = {tier: budget - plans[-1].nbytes[tier] + estimated.nbytes[tier] for tier, budget in budgets.items()}
-        for seconds, better in mixtures.best(left, 1, outputs_stay=stays):
-            counts = better if not fits or seconds < WORTH_A_MIXTURE * estimated.seconds else counts
+        for seconds, better in mixtures.best(left, 1, outputs_stay=stays, drops=drops):
+            counts = better if not fits or seconds < WORTH_A_MIXTURE * least else counts
     return plans
 
 

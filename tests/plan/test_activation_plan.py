@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from bench.shapes import llama_shape
-from megatrain.plan import Choice, Question, estimate, examine
+from megatrain.plan import Choice, Question, estimate, examine, find_plan, machine
 from megatrain.plan.activation_plan import BY_LAYER, KINDS, OFFLOADED_OUTPUTS, Mixtures, rows_of
 from megatrain.plan.estimates import coarse
 from megatrain.plan.placement import PARTS
@@ -132,3 +132,16 @@ def test_nothing_is_offloaded_on_shared_memory_devices() -> None:
     _, found = mixtures(replace(MACHINE, shares_memory=True))
     away = [KINDS.index(kind) for kind in NOT_OFFLOADED]
     assert not any(counts[place] for _, counts in found.best({}, 10**6) for place in away)
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "tokens"),
+    [(8, 65_536), pytest.param(16, 65_536, marks=pytest.mark.slow), pytest.param(16, 262_144, marks=pytest.mark.slow)],
+)
+def test_inputs_are_not_dropped_where_offloading_all_of_them_is_faster(gigabytes: int, tokens: int) -> None:
+    """On a bus of 4 GB/s a mixture's sums promise more of dropped inputs than its replay keeps."""
+    slow = replace(machine("h200"), device_nbytes=gigabytes * 10**9, host_nbytes=10**13, fetch_bandwidth=4e9)
+    slow = replace(slow, grad_bandwidth=4e9, duplex_fetch_bandwidth=None, duplex_grad_bandwidth=None, disk_nbytes=None)
+    asked = Question(llama_shape("8B", 32, 4096), slow, tokens, 4096)
+    offloading = replace(asked, overrides={"activations_by_layer": (("offload",),)})
+    assert find_plan(asked).seconds <= 1.0001 * find_plan(offloading).seconds
