@@ -112,18 +112,18 @@ def _examine_rounds(key: CostKey, choice: Choice, micro_batch: int) -> Plan:
     return replace(plan, left_out=rounds - ROUNDS)
 
 
-def fitted(question: Question, budgets: Mapping[str, int], option: Option) -> list[Plan]:
+def fitted(question: Question, budgets: Mapping[str, int], option: Option, *, drops: bool = True) -> list[Plan]:
     """Replays of an option, then of better mixtures, until the choice agrees with the replay.
 
     After each replay the best mixture is chosen again, with the budgets corrected by the error of its estimate. If
     offloaded outputs made it slower than estimated, offloading is assumed to be slower: when other streams use host
-    memory at the same time does not show in sums. Nor does what waits for dropped inputs on a slow bus; if these made
-    it slower, the best mixture without them is tried.
+    memory at the same time does not show in sums. Nor does what waits for dropped inputs on a slow bus: if a mixture
+    with them was slower than estimated, those without are tried, too. drops: whether any with them is.
     """
     if option.mixtures is None:
         return [examine_rounds(question, option.choice, option.micro_batch)]
     plans: list[Plan] = []
-    mixtures, stays, drops = option.mixtures, not offloads_outputs(option.counts), True
+    mixtures, stays, waits = option.mixtures, not offloads_outputs(option.counts), False
     counts, tried = option.counts, set[Counts]()
     while counts not in tried and len(tried) < FIT_ATTEMPTS:
         tried.add(counts)
@@ -132,16 +132,16 @@ def fitted(question: Question, budgets: Mapping[str, int], option: Option) -> li
             mixture = mixture.change(offload_slots=DEFAULTS.offload_slots)
         plans.append(examine_rounds(question, mixture, option.micro_batch))
         estimated, fits = mixtures.estimate(counts), plans[-1].taken.fits(budgets)
-        slow, least = plans[-1].seconds > SLOW_OFFLOAD * estimated.seconds, estimated.seconds
-        if slow and offloads_outputs(counts):
+        is_slow = plans[-1].seconds > SLOW_OFFLOAD * estimated.seconds
+        waits |= is_slow and drops_inputs(counts)
+        if is_slow and offloads_outputs(counts):
             mixtures = mixtures.slowed(counts, plans[-1].seconds)
             estimated = mixtures.estimate(counts)
-            least = estimated.seconds
-        elif slow and drops_inputs(counts):
-            drops, least = False, plans[-1].seconds
         left = {tier: budget - plans[-1].nbytes[tier] + estimated.nbytes[tier] for tier, budget in budgets.items()}
         for seconds, better in mixtures.best(left, 1, outputs_stay=stays, drops=drops):
-            counts = better if not fits or seconds < WORTH_A_MIXTURE * least else counts
+            counts = better if not fits or seconds < WORTH_A_MIXTURE * estimated.seconds else counts
+    for _, without in option.mixtures.best(left, int(waits), outputs_stay=stays, drops=False):
+        plans += fitted(question, budgets, option.mixtures.option(without), drops=False)
     return plans
 
 
