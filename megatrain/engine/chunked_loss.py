@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatrain.engine.batch import MicroBatch, count_targets
 from megatrain.errors import BatchError, LossError, typed_line
-from megatrain.model.peak import is_spare, storages_saved
+from megatrain.model.peak import is_spare
 from megatrain.schedule.passes.workspace import LOSS_BLOCK_NUMEL
 
 # Custom losses --------------------------------------------------------------------------------------------------------
@@ -401,19 +401,20 @@ def backward(chunked: ChunkedHead, gradient_of: Callable[[Tensor, Chunk, Tensor 
     """The gradient with respect to the hidden states, [tokens, hidden size].
 
     gradient_of: computes that with respect to a chunk's logits, in the given memory if any: the logits' own, unless
-    the head's backward reads them. Gradients of `leaves` go to their hooks, chunk by chunk.
+    something may read them later. Gradients of `leaves` go to their hooks, chunk by chunk.
     """
     for_hidden = torch.zeros_like(chunked.hidden)
     for chunk in chunked:
         hidden = chunked.hidden[chunk.indices].requires_grad_()
-        with torch.enable_grad(), storages_saved() as saved:
+        with torch.enable_grad():
             logits = chunked.head(hidden)
-        edge, into = get_gradient_edge(logits), logits.detach() if is_spare(logits, saved) else None
-        gradient = gradient_of(logits.detach(), chunk, into)
+        edge, logits = get_gradient_edge(logits), logits.detach()
+        gradient = gradient_of(logits, chunk, logits if is_spare(logits) else None)
+        del logits
         torch.autograd.backward([edge], [gradient], inputs=[hidden, *chunked.leaves])
         assert hidden.grad is not None
         for_hidden[chunk.indices] = hidden.grad
-        del hidden, logits, into, gradient  # before the next chunk allocates its own
+        del hidden, gradient  # before the next chunk allocates its own
     return for_hidden
 
 

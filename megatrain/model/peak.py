@@ -74,6 +74,7 @@ _FLOPS: dict[Any, Any] = {
 }
 """Op -> a function that counts its operations; the library has none for attention on a CPU."""
 _expired: Callable[[int], bool] = torch.UntypedStorage._expired  # type: ignore[assignment]
+_owners: Callable[[int], int] = torch._C._storage_Use_Count
 
 _IN_CHUNK: ContextVar[bool] = ContextVar("in chunk", default=False)
 
@@ -174,29 +175,11 @@ class Recording(Living):
         self.rows.append((outside, inside, outside + apart + product * (not chunk), inside + product * chunk))
 
 
-Saved = dict[int, StorageWeakRef]
-"""Storages that autograd has saved, by their address, which is no other's while the reference is held."""
-
-
-@contextmanager
-def storages_saved() -> Iterator[Saved]:
-    """In the block, collects the storages that autograd saves for a backward."""
-    saved: Saved = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        saved[storage._cdata] = StorageWeakRef(storage)
-        return tensor.data  # not the tensor: a node that saves its own output would keep itself alive
-
-    hooks: Any = torch.autograd.graph.saved_tensors_hooks
-    with hooks(pack, lambda tensor: tensor):
-        yield saved
-
-
-def is_spare(output: Tensor, saved: Saved) -> bool:
-    """Whether an output's memory may be overwritten before its backward, which reads these storages."""
-    storage = output.untyped_storage()
-    return output.is_contiguous() and output.nbytes == storage.nbytes() and storage._cdata not in saved
+def is_spare(output: Tensor) -> bool:
+    """Whether an output's memory may be overwritten before its backward: nobody else refers to it, neither autograd,
+    nor a function or hook of the model's. output: detached, the only one of its memory that the caller still holds."""
+    storage = output.untyped_storage()  # the second owner
+    return output.is_contiguous() and output.nbytes == storage.nbytes() and _owners(storage._cdata) == 2
 
 
 def recorded_forward(run: Run, tokens: int) -> Recording:
@@ -211,20 +194,21 @@ def recorded_backward(run: Run, tokens: int, *, is_head: bool = False) -> Record
     """Record a forward with gradients and its backward, which drops weight gradients.
 
     The output is freed first and its gradient not counted, except for the head (`is_head`), whose logits the loss
-    reads: their gradient takes their memory, or memory of its own if the head's backward reads them.
+    reads: their gradient takes their memory, or memory of its own if something else may read them.
     """
     record = Recording()
     with torch.enable_grad():
-        with record, storages_saved() as saved:
+        with record:
             output, weights, inputs = run(tokens)
         wanted, edge = [weight for weight in weights if weight.requires_grad], get_gradient_edge(output)
+        output = output.detach()
         if is_head:
             with record:
-                gradient = output.detach() if is_spare(output, saved) else torch.zeros_like(output)
+                gradient = output if is_spare(output) else torch.zeros_like(output)
                 record.note("loss", kernel=True)
         else:
             gradient = torch.zeros_like(output)
-            del output
+        del output
         record.kept = record.alive
         hooks = [weight.register_hook(_let_go) for weight in wanted]
         with record:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -115,6 +116,64 @@ def test_the_gradient_of_logits_takes_their_memory_where_no_backward_reads_them(
     assert shared == [free] * 3
     results = (loss.float(), gradient, leaf.grad)
     torch.testing.assert_close(results, (alone.detach(), *(x.grad for x in expected)))
+
+
+class _KeptOnContext(torch.autograd.Function):
+    """A cap whose backward reads its output, not by way of `save_for_backward`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.capped = x.tanh()
+        return ctx.capped
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * (1 - ctx.capped * ctx.capped)
+
+
+def _with_z_loss(x: Tensor, w: Tensor) -> Tensor:
+    logits = x @ w.T
+    logits.register_hook(lambda gradient: gradient + 0.25 * 1e-2 * logits.detach())
+    return logits
+
+
+def _under_hooks(x: Tensor, w: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor):
+        return (x @ w.T).tanh()
+
+
+READING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a function that keeps them itself": lambda x, w: _KeptOnContext.apply(x @ w.T),  # type: ignore[no-untyped-call]
+    "a gradient hook": _with_z_loss,
+    "autograd, under hooks of the head's own": _under_hooks,
+}
+
+
+@pytest.mark.parametrize("name", READING)
+def test_logits_that_anything_reads_in_the_backward_stay(name: str) -> None:
+    run, (hidden, weight) = READING[name], (torch.randn(12, 8), torch.randn(16, 8))
+    targets, leaf = torch.randint(0, 16, (12,)), weight.clone().requires_grad_()
+    chunked = ChunkedHead(lambda x: run(x, leaf), [leaf], hidden, torch.arange(12), targets, 5)
+    _, gradient = cross_entropy_loss_and_gradient(chunked, 0.25)
+    expected = [tensor.clone().requires_grad_() for tensor in (hidden, weight)]
+    (torch.nn.functional.cross_entropy(run(*expected), targets, reduction="sum") * 0.25).backward()
+    torch.testing.assert_close((gradient, leaf.grad), tuple(x.grad for x in expected))
+
+
+def test_logits_that_a_hook_on_the_head_keeps_stay_as_they_were() -> None:
+    hidden, head, targets = torch.randn(12, 8), torch.nn.Linear(8, 16, bias=False), torch.randint(0, 16, (12,))
+    kept: list[Tensor] = []
+    head.register_forward_hook(lambda _, inputs, output: kept.append(output.detach()))
+    cross_entropy_loss_and_gradient(ChunkedHead(head, [head.weight], hidden, torch.arange(12), targets, 5), 0.25)
+    torch.testing.assert_close(torch.cat(kept), (hidden @ head.weight.T).detach())
+
+
+def test_a_head_that_changes_what_its_backward_reads_is_an_error() -> None:
+    """As it is for plain PyTorch."""
+    hidden, weight, targets = torch.randn(12, 8), torch.randn(16, 8).requires_grad_(), torch.randint(0, 16, (12,))
+    chunked = ChunkedHead(lambda x: (x @ weight.T).tanh().mul_(2), [weight], hidden, torch.arange(12), targets, 5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        cross_entropy_loss_and_gradient(chunked, 0.25)
 
 
 def test_logits_are_materialised_only_chunk_by_chunk() -> None:
