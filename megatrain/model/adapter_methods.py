@@ -107,6 +107,13 @@ def changes_base(config: Any) -> bool:
     return isinstance(start, str) and start.lower() in REMADE
 
 
+def why_base_is_changed(config: Any) -> str:
+    """What in a config has changed the base of the adapter that was made from it; empty if nothing has."""
+    if getattr(config, "kasa_config", None):
+        return "kasa_config"
+    return f"init_lora_weights={config.init_lora_weights!r}" if changes_base(config) else ""
+
+
 def refuse_absent_modules(config: Any, paths: Collection[str]) -> None:
     """Raise `ModelError` for a name in `modules_to_save` that no module has, which `peft` ignores."""
     for name in getattr(config, "modules_to_save", None) or ():

@@ -226,6 +226,31 @@ def test_what_an_adapted_model_says_of_its_base_is_what_the_base_says_or_refused
         assert (engine.logits({"input_ids": IDS}) - logits).abs().max() < TOLERANCE, "the adapter is on again"
 
 
+IN_MEMORY: dict[str, tuple[dict[str, Any], bool, str]] = {
+    "whole embedding over tied ones": ({"modules_to_save": ["embed_tokens"]}, True, "embed_tokens.original_module"),
+    "biases, trained before": ({"bias": "all"}, False, "model.layers.0.self_attn.k_proj.bias"),
+    "biases beside, trained before": ({"bias": "lora_only"}, False, "self_attn.q_proj.base_layer.bias"),
+    "kasa": ({"kasa_config": KasaConfig()}, False, "kasa_config has changed the base"),
+}
+
+
+@pytest.mark.parametrize("name", IN_MEMORY)
+def test_a_base_that_is_not_as_it_was_is_not_asked_in_memory_either(name: str) -> None:
+    settings, tied, why = IN_MEMORY[name]
+    model = peft.get_peft_model(
+        tiny_model("llama", attention_bias=True, tie_word_embeddings=tied),
+        peft.LoraConfig(r=2, target_modules=Q, **settings),
+    )
+    for path, parameter in model.named_parameters():
+        if path.endswith(".bias"):
+            parameter.requires_grad_(False)
+    with (
+        Engine.from_model(model, precision="fp32", verify=False) as engine,
+        pytest.raises(ModelError, match=re.escape(why)),
+    ):
+        engine.log_probs(unequal_batches(), of_base=True)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "pissa by chance": (
         {"init_lora_weights": "pissa_niter_4"},
