@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatrain.checkpoint.load import Checkpoint
 from megatrain.checkpoint.peer_checkpoints import PeerCheckpoint
-from megatrain.errors import CheckpointError, ConfigError, ModelError, PlanError
+from megatrain.errors import CheckpointError, ConfigError, ModelError, PlanError, typed_line
 from megatrain.memory import Store
 from megatrain.memory.unit_state import read_ahead
 from megatrain.model import Fills, FreshSource, PortedModel, PretrainedSource, Progress, Source, pretrained_source
@@ -104,6 +104,9 @@ def optimizer_in(checkpoint: Checkpoint) -> Optimizer:
     except ConfigError as error:
         what, fix = f"its optimizer cannot go on ({error.what})", "give another optimizer, and new='zero'"
         raise CheckpointError(what, where=str(checkpoint.folder), fix=fix) from error
+    except (KeyError, TypeError) as error:
+        what = f"its optimizer is none of this version ({typed_line(error)})"
+        raise CheckpointError(what, where=str(checkpoint.folder), fix="give an optimizer") from error
 
 
 def options_in(checkpoint: Checkpoint, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,7 +118,7 @@ def options_in(checkpoint: Checkpoint, given: Mapping[str, Any]) -> dict[str, An
     facts, held = facts_in(checkpoint), dict[str, Any]()
     if given.get("numerics") is None:
         saved = dict(facts["numerics"])
-        if (precision := given.get("precision")) not in (None, saved["precision"]):
+        if (precision := given.get("precision")) not in (None, saved.get("precision")):
             saved |= {"precision": precision, "grad_precision": None}
         try:
             held["numerics"] = Numerics(**saved)
