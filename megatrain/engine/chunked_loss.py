@@ -79,7 +79,7 @@ class LogitsLoss:
 
         logits: float32[tokens, vocabulary]. labels: int64[tokens], never -100. own: each [tokens, ...], for the same
         tokens. All on the device. A call gets `Numerics.loss_chunk_tokens` tokens at most. The planner does not know
-        the memory used here.
+        the memory used here, nor that of the logits' gradient.
         """
         raise NotImplementedError
 
