@@ -78,8 +78,8 @@ class LogitsLoss:
         """The sum of the losses of some target tokens, a float32 scalar; or a pair of that and sums to report.
 
         logits: float32[tokens, vocabulary]. labels: int64[tokens], never -100. own: each [tokens, ...], for the same
-        tokens. All on the device. A call gets `Numerics.loss_chunk_tokens` tokens at most. The planner does not know
-        the memory used here, nor that of the logits' gradient.
+        tokens. All on the device. A call gets `Numerics.loss_chunk_tokens` tokens at most, and fewer of a large
+        vocabulary: plans leave room for five times these logits, their gradient included.
         """
         raise NotImplementedError
 
@@ -183,7 +183,7 @@ def _by_logits(loss_fn: LogitsLoss, chunked: ChunkedHead, batch: MicroBatch, sca
         at = chunk.positions // length, chunk.positions % length + 1
         entries = {key: batch[key][at[0].to(batch[key].device), at[1].to(batch[key].device)] for key in loss_fn.own}
         entries = {key: value.to(device, non_blocking=True) for key, value in entries.items()}
-        loss, reported = _called(loss_fn, logits.float(), chunk.targets, needs_graph=scale is not None, **entries)
+        loss, reported = _called(loss_fn, logits, chunk.targets, needs_graph=scale is not None, **entries)
         total.add_(loss.detach().double())
         for name, value in reported.items():
             sums[name] = sums[name] + value if name in sums else value
@@ -192,15 +192,32 @@ def _by_logits(loss_fn: LogitsLoss, chunked: ChunkedHead, batch: MicroBatch, sca
     if scale is None:
         with torch.no_grad():
             for chunk in chunked:
-                loss_of(chunked.head(chunked.hidden[chunk.indices]), chunk)
+                logits = chunked.head(chunked.hidden[chunk.indices])
+                for rows, part in _parts(chunk, logits):
+                    loss_of(logits[rows].float(), part)
         return MicroBatchLoss(total, None, sums)
 
     def gradient_of(logits: Tensor, chunk: Chunk, into: Tensor | None, scale: float = scale) -> Tensor:
-        with torch.enable_grad():
-            (gradient,) = torch.autograd.grad(loss_of(logits.requires_grad_(), chunk) * scale, logits)
+        gradient = torch.empty_like(logits) if into is None else into
+        for rows, part in _parts(chunk, logits):
+            leaf = logits[rows].float().requires_grad_()
+            with torch.enable_grad():
+                (gradient[rows],) = torch.autograd.grad(loss_of(leaf, part) * scale, leaf)
         return gradient
 
     return MicroBatchLoss(total, backward(chunked, gradient_of), sums)
+
+
+COPIES = 5
+"""Logits that a `LogitsLoss` and its gradient make of those that it gets: as many as these, so many times."""
+
+
+def _parts(chunk: Chunk, logits: Tensor) -> Iterator[tuple[slice, Chunk]]:
+    """A chunk in parts, of which a loss makes no more than the float32 block of cross-entropy has (`_blocks`)."""
+    rows = _block_rows(logits, COPIES)
+    for start in range(0, len(logits), rows):
+        part = slice(start, start + rows)
+        yield part, Chunk(*(each[part] for each in chunk))
 
 
 MISTAKES = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, AssertionError, RuntimeError)
@@ -345,11 +362,16 @@ def cross_entropy(logits: Tensor, targets: Tensor, scale: float, into: Tensor | 
 def _blocks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Blocks of rows of `logits`, each with a float32 copy that the next block overwrites."""
     tokens, vocabulary = logits.shape
-    rows = max(1, min(tokens, LOSS_BLOCK_NUMEL.get(logits.device.type, 1 << 26) // vocabulary))
+    rows = min(tokens, _block_rows(logits))
     workspace = torch.empty(rows, vocabulary, dtype=torch.float32, device=logits.device)
     for start in range(0, tokens, rows):
         block = logits[start : start + rows]
         yield slice(start, start + rows), workspace[: len(block)].copy_(block)
+
+
+def _block_rows(logits: Tensor, copies: int = 1) -> int:
+    """Rows of logits of which so many float32 copies are no more than a block."""
+    return max(1, LOSS_BLOCK_NUMEL.get(logits.device.type, 1 << 26) // (copies * logits.shape[1]))
 
 
 def _exponentials(work: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain import Engine
+from megatrain import Engine, LogitsLoss
 from megatrain.device.sim import SimDevice
+from megatrain.losses import SmoothedCrossEntropy
 from megatrain.spec import Keep, Numerics, Policy
 from tests.held import followed, shares
 from tests.tiny import batch, tiny_model
@@ -74,6 +75,27 @@ def test_live_memory_in_backward_is_within_the_schedules_figure(
             assert live <= declared + SCALARS, op.name
     peak = max(live for _, live, _ in rows)
     assert peak <= max(declared for _, _, declared in rows) <= 1.12 * peak
+
+
+class LogSumExp(LogitsLoss):
+    """Makes more of its logits than most losses do."""
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return (logits.logsumexp(-1) - logits.gather(1, labels[:, None]).squeeze(1)).square().sum()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("loss", [SmoothedCrossEntropy(0.1), LogSumExp()], ids=lambda loss: type(loss).__name__)
+def test_a_loss_of_logits_is_within_the_schedules_figure(loss: LogitsLoss, precision: str) -> None:
+    numerics = Numerics(precision, loss_chunk_tokens=64)  # type: ignore[arg-type]
+    model = tiny_model("llama", vocab_size=16_384, max_position_embeddings=192)
+    options: dict[str, Any] = {"numerics": numerics, "policy": Policy(), "verify": False}
+    with followed() as rows, Engine.from_model(model, SimDevice(1), **options) as engine:
+        assert engine.parts.ported.spec  # measured
+        engine.gradients([batch(1, 192, 0), batch(1, 192, 1)], loss)
+    losses = [(live, declared) for op, live, declared in rows if op.kind == "LOSS"]
+    assert len(losses) == 2
+    assert all(live <= declared + SCALARS for live, declared in losses), losses
 
 
 LOSSES = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
