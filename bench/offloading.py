@@ -5,8 +5,8 @@
 Sequences of 8,192 tokens, 4 and 16 per step. "In memory" is the same step with weights, gradients and optimizer state
 on the device and all graphs kept, whether that fits or not (`bench.zero3`). "Fused" is the first with fused functions
 in place of the library's (`policy.kernels`), its share of that same speed in memory, and its MFU: the step's necessary
-operations over what the device's peak would do in that time. After it is the most that this MFU could be: that of fused
-functions with everything in memory. The last columns say what is full: compute in the step, and the way to host memory
+operations over what the device's peak would do in that time. "Most" is the upper bound of that MFU: fused functions
+with everything in memory. The last columns say what is full: compute in the step, and the way to host memory
 in the forward pass. Every number is planned.
 """
 

@@ -5,15 +5,16 @@
 
 The model is a 125M-class Llama (12 layers, 768 wide, 32k vocabulary), or has the proportions of one that is published,
 the work 4 sequences of 512 tokens. *Plain* keeps float32 parameters, computes under bfloat16 autocast and updates with
-the fused AdamW after clipping; the same with transformers' gradient checkpointing (not reentrant) is a contender of
-its own, and so are that with the C library told to keep what is freed, as our cpu device tells it, and `torch.compile`
-(which needs a C++ compiler). *Ours* is `megatrain.Engine` in `bf16`, once keeping graphs, once recomputing, and once
-with the policy that `auto` chooses with all memory that is free, which is told; each of these also with fused functions
-of layers (`keep, fused`). With
-`--precision fp32` all of them compute in float32; with `--no-clip` none clips, so that our updates happen during the
-backward pass and no gradient waits for the norm. *Products alone* repeats the matrix products and the attention that
-plain PyTorch calls in a step, and nothing else. No engine that calls them is quicker, so its ratio is the most that
-the others can reach on this machine.
+the fused AdamW after clipping. Other plain contenders have transformers' gradient checkpointing (not reentrant), the
+same with the C library set to keep freed memory, as our cpu device sets it, or `torch.compile`, which needs a C++
+compiler. *Ours* is `megatrain.Engine` in `bf16` that keeps graphs, recomputes, or has the policy that `auto` chooses
+with all memory that is free, which is told; each also with fused functions of layers (`keep, fused`). *Products alone*
+repeats the matrix products and the attention that plain PyTorch calls in a step, and nothing else. No engine that calls
+them is faster, so its ratio is the most that the others can reach on this machine. Unless `--contenders` names others,
+four are compared: plain, both of ours with fused functions, and products alone.
+
+With `--precision fp32` all of them compute in float32; with `--no-clip` none clips, so that our updates happen during
+the backward pass and no gradient waits for the norm.
 
 Each contender lives in a process of its own, so that peak memory is its own: the largest resident size while training
 (sampled by the kernel, `VmHWM`, reset after construction) above the resident size before the model is built. The

@@ -18,8 +18,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from megatrain.errors import RankError
 from megatrain.system.environment import show_errors_once
 
-NOTHING = "<NONE>"
-"""What torchrun has for a process that has said nothing."""
+NO_MESSAGE = "<NONE>"
+"""The message that torchrun has for a process that wrote no error file."""
 
 
 def launch(ranks: int, module: str, *arguments: str, tell: Callable[[str], object]) -> int:
@@ -50,6 +50,6 @@ def launch(ranks: int, module: str, *arguments: str, tell: Callable[[str], objec
 
 
 def distinct(lines: Iterable[str]) -> list[str]:
-    """Of lines that several have said, each once; and of one that another quotes behind the name of its rank, that."""
-    said = [line for line in dict.fromkeys(lines) if line != NOTHING]
+    """The lines without repeats. Leaves out a line that another one repeats behind a rank's name and a colon."""
+    said = [line for line in dict.fromkeys(lines) if line != NO_MESSAGE]
     return [line for line in said if not any(other.endswith(f": {line}") for other in said)]

@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatrain.engine.batch import MicroBatch, count_targets
 from megatrain.errors import BatchError, LossError, typed_line
-from megatrain.model.peak import is_spare
+from megatrain.model.peak import may_be_overwritten
 from megatrain.schedule.passes.workspace import LOSS_BLOCK_NUMEL
 
 # Custom losses --------------------------------------------------------------------------------------------------------
@@ -208,13 +208,13 @@ def _by_logits(loss_fn: LogitsLoss, chunked: ChunkedHead, batch: MicroBatch, sca
     return MicroBatchLoss(total, backward(chunked, gradient_of), sums)
 
 
-COPIES = 5
-"""Logits that a `LogitsLoss` and its gradient make of those that it gets: as many as these, so many times."""
+LOGITS_LOSS_COPIES = 5
+"""How many float32 tensors of the size of its logits a `LogitsLoss` may hold, these and their gradient included."""
 
 
 def _parts(chunk: Chunk, logits: Tensor) -> Iterator[tuple[slice, Chunk]]:
-    """A chunk in parts, of which a loss makes no more than the float32 block of cross-entropy has (`_blocks`)."""
-    rows = _block_rows(logits, COPIES)
+    """Parts of a chunk, so small that all copies of a part's logits fit into one float32 block (`_blocks`)."""
+    rows = _block_rows(logits, LOGITS_LOSS_COPIES)
     for start in range(0, len(logits), rows):
         part = slice(start, start + rows)
         yield part, Chunk(*(each[part] for each in chunk))
@@ -370,7 +370,7 @@ def _blocks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _block_rows(logits: Tensor, copies: int = 1) -> int:
-    """Rows of logits of which so many float32 copies are no more than a block."""
+    """The number of rows of logits of which `copies` float32 copies fit into one block, at least 1."""
     return max(1, LOSS_BLOCK_NUMEL.get(logits.device.type, 1 << 26) // (copies * logits.shape[1]))
 
 
@@ -431,7 +431,7 @@ def backward(chunked: ChunkedHead, gradient_of: Callable[[Tensor, Chunk, Tensor 
         with torch.enable_grad():
             logits = chunked.head(hidden)
         edge, logits = get_gradient_edge(logits), logits.detach()
-        gradient = gradient_of(logits, chunk, logits if is_spare(logits) else None)
+        gradient = gradient_of(logits, chunk, logits if may_be_overwritten(logits) else None)
         del logits
         torch.autograd.backward([edge], [gradient], inputs=[hidden, *chunked.leaves])
         assert hidden.grad is not None

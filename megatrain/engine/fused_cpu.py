@@ -499,7 +499,7 @@ def _array(tensor: Tensor, count: int | None = None) -> NDArray[Any]:
     count = tensor.numel() if count is None else count
     type_name = "<u2" if tensor.dtype == torch.bfloat16 else "<f4"
     if count == 0:
-        return np.empty(0, type_name)  # PyTorch has no address for it, and numpy before 2.4 takes none for no memory
+        return np.empty(0, type_name)  # its address is 0, which numpy before 2.4 refuses
     return np.asarray(_Memory(tensor.data_ptr(), count, type_name))
 
 

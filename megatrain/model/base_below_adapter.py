@@ -1,8 +1,8 @@
 """The base below an adapter, asked alone: the modules of `peft` step aside, and the base's own weights compute.
 
-Left out: bringing back weights of the base that a run with the adapter does not have where they are read. Making some
-adapters changes the base, some train biases of it, and a norm, head or tied embedding that trains as a whole stands in
-the place of the base's, which nothing else reads there, so that the unit does not hold it. All are refused.
+Refused are adapters whose base is not in memory as it was before training. Some change the base when they are made,
+some train its biases, and some replace a norm, a head or a tied embedding by a trained copy, so that the unit no longer
+holds the base's weight. Nothing here loads such weights again.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def without_adapter(ported: PortedModel) -> Iterator[None]:
     with ExitStack() as off:
         for root in roots_of(ported):
             off.enter_context(switched_off(root))
-        if lost := [*_trained(ported), *_not_held(ported)]:
+        if lost := [*_trained_of_base(ported), *_missing_from_units(ported)]:
             what = f"the base's {listed(lost)} cannot be asked as it was: it, or another in its place, is trained"
             raise ModelError(what, where="adapter", fix=ASK_THE_BASE)
         yield
 
 
-def _trained(ported: PortedModel) -> list[str]:
-    """The parameters of the base that train beside the adapter's, or that are its biases, frozen by now."""
+def _trained_of_base(ported: PortedModel) -> list[str]:
+    """The base's parameters that train with the adapter, and biases that it has trained, even if now frozen."""
     assert ported.adapter is not None
     name, biases = ported.adapter.name, getattr(ported.adapter.config, "bias", "none")
     ending = {"none": (), "all": (".bias",)}.get(biases, (".base_layer.bias",))
@@ -50,9 +50,8 @@ def _trained(ported: PortedModel) -> list[str]:
     return [param.name for param in of_base if param.trainable or param.name.endswith(ending)]
 
 
-def _not_held(ported: PortedModel) -> list[str]:
-    """The parameters that the modules before the first layer or after the last one would now read, and that their unit
-    does not hold."""
+def _missing_from_units(ported: PortedModel) -> list[str]:
+    """The parameters that the prologue or the epilogue reads without the adapter, but that its unit does not hold."""
     leaves = {name: zero.detach().requires_grad_() for name, zero in ported.placeholders.items()}
     some = next(iter(leaves.values()))
     hidden = torch.zeros(1, *head_shape(ported), dtype=some.dtype, device=some.device)

@@ -175,10 +175,10 @@ class Recording(Living):
         self.rows.append((outside, inside, outside + apart + product * (not chunk), inside + product * chunk))
 
 
-def is_spare(output: Tensor) -> bool:
-    """Whether an output's memory may be overwritten before its backward: nobody else refers to it, neither autograd,
-    nor a function or hook of the model's. output: detached, the only one of its memory that the caller still holds."""
-    storage = output.untyped_storage()  # the second owner
+def may_be_overwritten(output: Tensor) -> bool:
+    """Whether an output's memory may be overwritten before its backward: no saved tensor of autograd and no tensor of
+    the model's code shares its storage. output: detached, and the caller's only tensor in that storage."""
+    storage = output.untyped_storage()  # whose owners are now `output` and this variable
     return output.is_contiguous() and output.nbytes == storage.nbytes() and _owners(storage._cdata) == 2
 
 
@@ -204,7 +204,7 @@ def recorded_backward(run: Run, tokens: int, *, is_head: bool = False) -> Record
         output = output.detach()
         if is_head:
             with record:
-                gradient = output if is_spare(output) else torch.zeros_like(output)
+                gradient = output if may_be_overwritten(output) else torch.zeros_like(output)
                 record.note("loss", kernel=True)
         else:
             gradient = torch.zeros_like(output)

@@ -442,9 +442,9 @@ DIVISORS = (64, 32, 16, 8, 4, 2)
 TOKEN = re.compile(r"(\w+_)?token_(id|index)s?|(\w+_)?tokens_ids?")
 VOCABULARY = re.compile(r"\w*vocab_size\w*|\w+_vocab")
 HEADS = re.compile(r"(\w+_)?(num|n)_(\w+_)?heads?(_per_layer)?|((de|en)coder_)?attention_heads|num_query_groups")
-CHOOSERS = re.compile(r"index_n_heads")
-"""Heads whose clipped scores together choose tokens. They stay: of few, all are clipped for many tokens, whose scores
-of zero then tie, and what else is in the row would decide between them."""
+INDEXER_HEADS = re.compile(r"index_n_heads")
+"""The number of an indexer's heads; the sum of their scores, clipped at zero, chooses tokens. It is not reduced: with
+few heads many tokens score exactly zero, and which of them is chosen would depend on the rest of the row."""
 HEAD_SIZE = re.compile(r"(\w+_)?head_?(dim|size)|kv_channels|dim_head|(\w+_)?d_head|rotary_dim|d_rel")
 SIZE = re.compile(
     r"(\w+_)?hidden_size\w*|n_embd|d_model|(\w+_)?intermediate_size\w*|n_inner|dff|dim_ff|d_inner|mamba_d_ssm|lru_width"
@@ -505,7 +505,7 @@ def narrowed(node: Fields, effort: str, outer: Sizes | None = None) -> Fields:
     small = {name: _narrow(name, value, effort, sizes) for name, value in node.items()}
     small.update(_rejoined(node, small, sizes))
     if "index_topk" in node:
-        small.update({name: value for name, value in node.items() if CHOOSERS.fullmatch(name)})
+        small.update({name: value for name, value in node.items() if INDEXER_HEADS.fullmatch(name)})
     if outer is None:
         _move_all_tokens(small)
     return small

@@ -247,7 +247,7 @@ class Mixtures:
         self, budgets: Mapping[str, float], most: int, *, outputs_stay: bool = False, drops: bool = True
     ) -> list[tuple[float, Counts]]:
         """(seconds, counts) of the `most` fastest mixtures that fit; of equally fast ones, those that write less to the
-        disk. outputs_stay: only of those without offloaded outputs. drops: of those with dropped inputs, too."""
+        disk. outputs_stay: only of those without offloaded outputs. drops: also of those that drop inputs."""
         fit = self._outputs_stay.copy() if outputs_stay else np.ones(len(self._table), dtype=bool)
         if not drops:
             fit &= self._table[:, DROPPED] == 0

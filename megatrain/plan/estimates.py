@@ -117,13 +117,14 @@ def fitted(question: Question, budgets: Mapping[str, int], option: Option, *, dr
 
     After each replay the best mixture is chosen again, with the budgets corrected by the error of its estimate. If
     offloaded outputs made it slower than estimated, offloading is assumed to be slower: when other streams use host
-    memory at the same time does not show in sums. Nor does what waits for dropped inputs on a slow bus: if a mixture
-    with them was slower than estimated, those without are tried, too. drops: whether any with them is.
+    memory at the same time does not show in sums. Nor does, on a slow bus, the time that ops
+    wait for dropped inputs: if a mixture that drops some was slower than estimated, mixtures that drop none are tried,
+    too. drops: whether mixtures that drop inputs may be chosen.
     """
     if option.mixtures is None:
         return [examine_rounds(question, option.choice, option.micro_batch)]
     plans: list[Plan] = []
-    mixtures, stays, waits = option.mixtures, not offloads_outputs(option.counts), False
+    mixtures, stays, keeps_too = option.mixtures, not offloads_outputs(option.counts), False
     counts, tried = option.counts, set[Counts]()
     while counts not in tried and len(tried) < FIT_ATTEMPTS:
         tried.add(counts)
@@ -133,14 +134,14 @@ def fitted(question: Question, budgets: Mapping[str, int], option: Option, *, dr
         plans.append(examine_rounds(question, mixture, option.micro_batch))
         estimated, fits = mixtures.estimate(counts), plans[-1].taken.fits(budgets)
         is_slow = plans[-1].seconds > SLOW_OFFLOAD * estimated.seconds
-        waits |= is_slow and drops_inputs(counts)
+        keeps_too |= is_slow and drops_inputs(counts)
         if is_slow and offloads_outputs(counts):
             mixtures = mixtures.slowed(counts, plans[-1].seconds)
             estimated = mixtures.estimate(counts)
         left = {tier: budget - plans[-1].nbytes[tier] + estimated.nbytes[tier] for tier, budget in budgets.items()}
         for seconds, better in mixtures.best(left, 1, outputs_stay=stays, drops=drops):
             counts = better if not fits or seconds < WORTH_A_MIXTURE * estimated.seconds else counts
-    for _, without in option.mixtures.best(left, int(waits), outputs_stay=stays, drops=False):
+    for _, without in option.mixtures.best(left, int(keeps_too), outputs_stay=stays, drops=False):
         plans += fitted(question, budgets, option.mixtures.option(without), drops=False)
     return plans
 

@@ -1,6 +1,6 @@
 """Improves the plan that the search found: tries further options and judges each by replaying the step.
 
-The options are streamed updates and pinned staging buffers.
+The options are streamed updates, and pageable memory where not everything may be page-locked.
 """
 
 from __future__ import annotations
@@ -78,12 +78,13 @@ def _balanced_share(plan: Plan) -> float:
     return max(0.0, (updated - fetched / bus) / (updated + state / bus))
 
 
-# Pinned staging -------------------------------------------------------------------------------------------------------
+# The limit of page-locked memory --------------------------------------------------------------------------------------
 #
 # How weights and gradients cross the bus where not all of them may be page-locked.
 #
 # The limit of a system or a driver is measured by the probe, or known to the device. Within it everything is pinned,
-# which is fastest. Beyond it nothing is, and the driver copies through a buffer of its own.
+# which is fastest. Beyond it updates are not streamed, or nothing is pinned and the driver copies through a buffer of
+# its own.
 
 
 def within_lock_limit(question: Question, search: Callable[[Question], Plan]) -> Plan:

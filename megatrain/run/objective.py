@@ -103,7 +103,7 @@ def _asked(
     known: Said = {}
     for name, file in files.items():
         key = [FORMAT, weights, name, config.train.precision, plan.micro_batch, engine.parts.ported.spec.attention]
-        key += ["base as it was"] * of_base  # former "base" files may be of a base that could not be asked
+        key += ["base as it was"] * of_base  # files under the former key may be of a changed base
         digest = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
         path = config.data.cache_folder / f"reference-{digest}.npz"
         with ExitStack() as held:

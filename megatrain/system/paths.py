@@ -237,7 +237,7 @@ def written_or_refused(
         with written_whole(path) as draft:
             yield draft
     except OSError as problem:
-        # Not its own text: Arrow's repeats the number, and is about "bytes" and "Detail".
+        # The system's text for the number, since Arrow's own is long and repeats the number.
         why = os.strerror(problem.errno) if problem.errno else first_line(problem)
         raise error(f"cannot be written ({why})", where=str(path), fix=fix) from problem
 

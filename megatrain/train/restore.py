@@ -105,7 +105,7 @@ def optimizer_in(checkpoint: Checkpoint) -> Optimizer:
         what, fix = f"its optimizer cannot go on ({error.what})", "give another optimizer, and new='zero'"
         raise CheckpointError(what, where=str(checkpoint.folder), fix=fix) from error
     except (KeyError, TypeError) as error:
-        what = f"its optimizer is none of this version ({typed_line(error)})"
+        what = f"its optimizer is of another version ({typed_line(error)})"
         raise CheckpointError(what, where=str(checkpoint.folder), fix="give an optimizer") from error
 
 
@@ -123,7 +123,7 @@ def options_in(checkpoint: Checkpoint, given: Mapping[str, Any]) -> dict[str, An
         try:
             held["numerics"] = Numerics(**saved)
         except (PlanError, TypeError) as error:  # a newer version's
-            what = f"its numerics are none of this version ({error.what if isinstance(error, PlanError) else error})"
+            what = f"its numerics are of another version ({error.what if isinstance(error, PlanError) else error})"
             raise CheckpointError(what, where=str(checkpoint.folder), fix="give numerics") from error
     if "max_grad_norm" not in given:
         held["max_grad_norm"] = facts["max_grad_norm"]

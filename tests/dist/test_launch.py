@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.dist.launch import NOTHING, distinct, launch
+from megatrain.dist.launch import NO_MESSAGE, distinct, launch
 from megatrain.errors import RankError
 from tests.fork_server import Child, Preloaded
 
@@ -64,7 +64,7 @@ def test_the_end_of_ranks_is_told_by_them_alone(
 
 
 def test_an_error_that_other_ranks_quote_is_told_with_its_rank() -> None:
-    said = ["rank 1 of 2, at the plan: data: is missing", "data: is missing", NOTHING, "disk: is full"]
+    said = ["rank 1 of 2, at the plan: data: is missing", "data: is missing", NO_MESSAGE, "disk: is full"]
     assert distinct([*said, *said]) == [said[0], said[3]]
 
 

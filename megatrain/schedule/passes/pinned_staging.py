@@ -1,7 +1,7 @@
 """Pinned staging buffers: how weights on the disk or in files are copied to the device.
 
-They are read into such a buffer, shard by shard, and copied on from there. READ is inserted by `disk_staging`. Here,
-too: which host memory is page-locked.
+Each shard is read into a pinned buffer, by a READ that `disk_staging` inserts, and copied to the device from it.
+`is_pinned` says which host memory is page-locked.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Nemotron-H and Zamba2 compute a token otherwise in a forward of many tokens than with a cache: only there do its time steps have a floor.
+# Nemotron-H and Zamba2 give other logits with a cache than in one forward, which raises small time steps to a floor; the cache does not.
 #
 # Versions: transformers 5.23.0, torch 2.13.0.
 # Expected: one forward of a text gives the logits of a forward for each token with a cache, as it does for Bamba, with the same layers of Mamba2.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# In a loop with a cache Bamba and MiniMax give every new token the position 0.
+# Bamba and MiniMax, called token by token with a cache and without `position_ids`, give every new token the position 0.
 #
 # Versions: transformers 5.23.0, torch 2.13.0.
 # Expected: `model(token, past_key_values=cache)` goes on where the cache ends, as for Falcon-H1, Qwen3-Next and others that mix attention and a state.

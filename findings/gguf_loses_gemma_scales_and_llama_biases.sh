@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# transformers reads Gemma 2 27B and Gemma 3 27B from GGUF with another scale of attention, and models of Llama's kind without their biases.
+# transformers reads GGUF files of Gemma 2 27B and Gemma 3 27B with the wrong scale of attention, and those of Llamas with biases without them.
 #
 # Versions: transformers 5.23.0, gguf 0.19.0, torch 2.13.0, accelerate 1.15.0.
 # Expected: the model that was written, as it is for the other sizes of Gemma and for Llama without biases, or a report of what is not read.
@@ -10,7 +10,7 @@
 # `attention_bias` stays false. The lists of unexpected and missing keys are empty in all cases.
 # Cost: who fine-tunes or evaluates what only GGUF is at hand for, or merges from it, works with a model that is worse than the one of the file, and
 # saves a config.json with the wrong scale. It speaks, so that the quantization is blamed.
-# MegaTrain reads no GGUF.
+# MegaTrain reads no GGUF. (`gguf_is_read_without_rope_scaling.sh` has a number that the file does state.)
 
 set -euo pipefail
 work=$(mktemp -d)
