@@ -78,8 +78,8 @@ class LogitsLoss:
         """The sum of the losses of some target tokens, a float32 scalar; or a pair of that and sums to report.
 
         logits: float32[tokens, vocabulary]. labels: int64[tokens], never -100. own: each [tokens, ...], for the same
-        tokens. All on the device. A call gets `Numerics.loss_chunk_tokens` tokens at most, and fewer of a large
-        vocabulary: plans leave room for five times these logits, their gradient included.
+        tokens. All on the device, and valid until the call returns. A call gets `Numerics.loss_chunk_tokens` tokens at
+        most, and fewer of a large vocabulary: plans leave room for five times these logits, their gradient included.
         """
         raise NotImplementedError
 

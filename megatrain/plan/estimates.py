@@ -117,9 +117,9 @@ def fitted(question: Question, budgets: Mapping[str, int], option: Option, *, dr
 
     After each replay the best mixture is chosen again, with the budgets corrected by the error of its estimate. If
     offloaded outputs made it slower than estimated, offloading is assumed to be slower: when other streams use host
-    memory at the same time does not show in sums. Nor does, on a slow bus, the time that ops
-    wait for dropped inputs: if a mixture that drops some was slower than estimated, mixtures that drop none are tried,
-    too. drops: whether mixtures that drop inputs may be chosen.
+    memory at the same time does not show in sums. Nor does, on a slow bus, the time that ops wait for dropped inputs:
+    if a mixture that drops some was slower than estimated, mixtures that drop none are tried, too. drops: whether
+    mixtures that drop inputs may be chosen.
     """
     if option.mixtures is None:
         return [examine_rounds(question, option.choice, option.micro_batch)]
